@@ -1,0 +1,122 @@
+"""The narrow interfaces between the parts. Everything else is hidden behind one of these.
+
+    batch ──> step ──> runtime ──(action)──> Stage ──> the user's module
+                │          └──(turn)───> Replica ──> Axis ──> ranks
+                │                            └── Shard ──> Home
+                └──(shards)──> Optimizer
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from zero3d.pipeline.action import Action
+    from zero3d.zero.shard import Shard
+
+Batch = Any
+"""A tensor, or a tuple, list, dict or dataclass of tensors whose first dim counts samples."""
+
+Loss = Callable[[Any, Batch], Tensor | tuple[Tensor, Tensor | int]]
+"""loss(model_output, batch) -> (sum over counted targets, their number), or a mean tensor."""
+
+OptimizerFactory = Callable[[Sequence[Any]], Any]
+"""parameters (tensors or groups) -> torch.optim.Optimizer that treats each element by itself."""
+
+
+class Pending(Protocol):
+    """Something under way."""
+
+    def wait(self) -> None: ...
+
+
+class Axis(Protocol):
+    """One of dp, tp, pp as one rank sees it: `size` ranks, of which I am number `index`.
+
+    All buffers are contiguous and one-dimensional. A call starts at once and is done when the returned object's
+    `wait` returns; until then its buffers belong to the axis. `label` says in errors and records what moves.
+    Reductions add in rank order, in fp32 (integers: in int64), whatever dtype travels.
+    """
+
+    size: int
+    index: int
+
+    def all_gather(self, out: Tensor, part: Tensor, label: str) -> Pending:
+        """`part` [n] of every rank, in rank order, into `out` [size * n]; `part` may be my place in `out`."""
+        ...
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor, label: str, *, add: bool = False) -> Pending:
+        """The sum over ranks of my part of `whole` [size * n] into (`add`: onto) `out` [n], in out's dtype."""
+        ...
+
+    def all_reduce(self, tensor: Tensor, label: str) -> Pending:
+        """The sum over ranks, in place, the same bits on every rank."""
+        ...
+
+    def broadcast(self, tensor: Tensor, root: int, label: str) -> Pending: ...
+
+    def send(self, tensor: Tensor, to: int, label: str) -> Pending: ...
+
+    def recv(self, tensor: Tensor, source: int, label: str) -> Pending: ...
+
+
+class Replica(Protocol):
+    """My copy of the model over dp; hides buckets, hooks, gather and release, overlap, and the level."""
+
+    def turn(self, stage: int, first: bool, last: bool) -> AbstractContextManager[None]:
+        """Round one backward of a stage: it is the stage's first, or last, in this step."""
+        ...
+
+    def finish(self) -> Sequence["Shard"]:
+        """Waits for every reduction; the shards then hold the sums over ranks and micro-batches."""
+        ...
+
+    @property
+    def shards(self) -> Sequence["Shard"]: ...
+
+    def publish(self, shards: Iterable["Shard"]) -> None:
+        """New master weights become the model's weights on every rank, at the latest when they are used."""
+        ...
+
+
+class Home(Protocol):
+    """Where a shard's optimizer part lives."""
+
+    def deliver(self, shard: "Shard", gradient: Tensor) -> None:
+        """A reduced gradient goes to the shard's home."""
+        ...
+
+    def collect(self, shard: "Shard", out: Tensor) -> None:
+        """The shard's weights come from home into `out`, in out's dtype."""
+        ...
+
+
+class Optimizer(Protocol):
+    """Updates master weights where they live."""
+
+    def step(self, shards: Iterable["Shard"], lr: float, scale: float) -> Iterable["Shard"]:
+        """One update with gradient * `scale`; gives each shard back as soon as it is updated."""
+        ...
+
+    def state_of(self, shard: "Shard") -> Mapping[str, Mapping[str, Tensor]]:
+        """Optimizer state by parameter name: flat tensors of the shard's slice, and scalars."""
+        ...
+
+
+class Stage(Protocol):
+    """A run of blocks that one rank computes."""
+
+    index: int
+
+    def forward(self, micro_batch: int, x: Any) -> Any: ...
+
+    def backward(self, micro_batch: int, gradient: Any) -> Any: ...
+
+
+Schedule = Callable[[int, int, int], list[list["Action"]]]
+"""A pure function (stages, ranks, micro-batches) -> the actions of each rank, in order."""
+
+ModelSource = nn.Module | Callable[[], nn.Module]
+"""A module on any device, meta too, or a function that builds one."""

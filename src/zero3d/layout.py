@@ -1,0 +1,68 @@
+"""Rank arithmetic: where a rank stands on the axes dp, tp and pp.
+
+rank = ((pp_index * dp) + dp_index) * tp + tp_index: tp neighbours are closest, pp farthest.
+
+>>> layout = Layout(dp=2, tp=2, pp=2)
+>>> layout.world
+8
+>>> layout.place(5)
+Place(dp=0, tp=1, pp=1)
+>>> layout.rank(Place(dp=0, tp=1, pp=1))
+5
+>>> layout.peers(5, "dp")
+(5, 7)
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+AxisName = Literal["dp", "tp", "pp"]
+AXES: tuple[AxisName, ...] = ("dp", "tp", "pp")
+
+
+class Place(NamedTuple):
+    """The index of one rank on each axis."""
+
+    dp: int
+    tp: int
+    pp: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The sizes of the three axes; `world` is their product."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if getattr(self, axis) < 1:
+                raise ValueError(f"the {axis} axis has size {getattr(self, axis)}; sizes start at 1")
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    def place(self, rank: int) -> Place:
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank {rank} is outside 0 to {self.world - 1}")
+        rest, tp_index = divmod(rank, self.tp)
+        pp_index, dp_index = divmod(rest, self.dp)
+        return Place(dp=dp_index, tp=tp_index, pp=pp_index)
+
+    def rank(self, place: Place) -> int:
+        return (place.pp * self.dp + place.dp) * self.tp + place.tp
+
+    def peers(self, rank: int, axis: AxisName) -> tuple[int, ...]:
+        """All ranks that differ from `rank` on `axis` alone, itself included, by index on the axis."""
+        place = self.place(rank)
+        return tuple(self.rank(place._replace(**{axis: index})) for index in range(getattr(self, axis)))
+
+    def with_dp_filling(self, world: int) -> "Layout":
+        """The same tp and pp with dp = world / (tp * pp)."""
+        rest = self.tp * self.pp
+        if world % rest:
+            raise ValueError(f"{world} ranks cannot be shared by tp * pp = {rest}")
+        return replace(self, dp=world // rest)
