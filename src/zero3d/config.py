@@ -1,30 +1,61 @@
-"""Every option, its meaning, and all checks across options.
+"""Every option and its meaning.
 
 A configuration is TOML, a dict or a `Config`. Values are frozen once checked; unknown keys are refused with
 the nearest known one. `Config.resolved` replaces every "auto", so that what is printed, saved and run is
-one and the same.
+one and the same. Reading and writing is in config_io.py, the checks across options in config_checks.py.
+
+>>> config = Config.load({"data": {"global_batch": 8}}, ["zero.level=3"]).resolved(world=2, native_bf16=False)
+>>> config.parallel.dp, config.parallel.micro_batch, config.zero.reduce, config.precision.reduce
+(2, 4, 'micro-batch', 'own')
 """
 
-import difflib
-import tomllib
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from zero3d import config_checks, config_io
 from zero3d.errors import ConfigError
+from zero3d.layout import Layout
 
-Dtype = Literal["fp32", "bf16", "fp16"]
-Positive = Annotated[int, Field(ge=1, strict=True)]
-NotNegative = Annotated[int, Field(ge=0, strict=True)]
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+FromList = Field(strict=False)  # TOML has lists where we hold tuples
+
+
+OTHER_WORDS = {
+    "batch_size": "data.global_batch",
+    "train_batch_size": "data.global_batch",
+    "train_micro_batch_size_per_gpu": "parallel.micro_batch",
+    "gradient_accumulation_steps": "parallel.micro_batch (micro-batches follow from it)",
+    "accumulation": "parallel.micro_batch (micro-batches follow from it)",
+    "seq_len": "data.sequence_length",
+    "max_steps": "run.steps",
+    "epochs": "run.steps",
+    "learning_rate": "optimizer.lr",
+    "grad_clip": "optimizer.clip_norm",
+    "gradient_clipping": "optimizer.clip_norm",
+    "warmup_steps": "optimizer.warmup",
+    "stage": "zero.level",
+    "zero_stage": "zero.level",
+    "dtype": "precision.compute",
+    "bf16": "precision.compute",
+    "fp16": "precision.compute",
+    "activation_checkpointing": "recompute.mode",
+}
+"""What other tools call things -> the key here, for the hint when one is not known."""
 
 
 class Section(BaseModel):
     """What all sections share: frozen, no unknown keys, fields documented by the strings below them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class Run(Section):
@@ -33,7 +64,7 @@ class Run(Section):
     out: str = "runs/run"
     """The folder that receives metrics, the resolved configuration and what else the run writes."""
     seed: NotNegative = 0
-    """Weights depend on the seed and a parameter's name alone; dropout on seed, step, micro-batch, rank, block."""
+    """Weights depend on it and their name alone; dropout on it, step, micro-batch, dp index and block."""
     steps: Positive = 100
     """Optimizer updates that the learning-rate schedule is planned for."""
     stop_after: Positive | None = None
@@ -48,7 +79,7 @@ class Model(Section):
     preset: str | None = "gpt"
     """A model that ships with zero3d: "gpt"."""
     path: str | None = None
-    """`package.module:function` that returns an nn.Module; needs --allow-code on the command line."""
+    """In place of a preset: `package.module:function` that returns an nn.Module; needs --allow-code."""
     blocks: str | None = None
     """Path of the list of repeated blocks, such as "transformer.h"; found by itself when left out."""
     width: Positive = 256
@@ -57,7 +88,7 @@ class Model(Section):
     """Preset: number of blocks."""
     heads: Positive = 4
     """Preset: attention heads; divides `width`."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Decay = 0.0
     """Preset: dropout probability after attention, MLP and embedding."""
     tied: bool = True
     """Preset: the output layer uses the token embedding's weight."""
@@ -65,7 +96,7 @@ class Model(Section):
 
 class Data(Section):
     source: str = "python-stdlib"
-    """"python-stdlib" (the source files of the running Python), a text file, a folder of text, or a token file."""
+    """"python-stdlib" (the running Python's source files), a text file, a folder of text, or a token file."""
     tokenizer: str = "bytes"
     """"bytes", or the path of a Hugging Face `tokenizers` JSON file."""
     sequence_length: Positive = 256
@@ -79,14 +110,14 @@ class Optimizer(Section):
     """"adamw", or the name of any elementwise class in torch.optim, in any case."""
     lr: Rate = 1e-3
     """Peak learning rate."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    betas: Annotated[tuple[Decay, Decay], FromList] = (0.9, 0.95)
     """Adam's decay rates; given to optimizers that take them."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Term in the denominator; given to optimizers that take it."""
     weight_decay: Rate = 0.1
     """Decay of the weights that `no_decay` does not match; given to optimizers that take it."""
-    no_decay: tuple[str, ...] = ("1d",)
-    """Patterns of parameter names without weight decay; "1d" stands for all with fewer than two dimensions."""
+    no_decay: Annotated[tuple[str, ...], FromList] = ("1d",)
+    """Patterns of parameter names without weight decay; "1d" stands for those with fewer than two dims."""
     clip_norm: Rate = 0.0
     """Largest global gradient norm; 0 leaves gradients as they are."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -109,7 +140,7 @@ class Parallel(Section):
 
 
 class Zero(Section):
-    level: Annotated[int, Field(strict=True)] = 2
+    level: int = 2
     """0 nothing sharded over dp, 1 optimizer state, 2 + gradients, 3 + parameters."""
     bucket_mb: Annotated[float, Field(gt=0)] = 16.0
     """Largest flat buffer, in MB of its dtype; a block that is larger is cut into several buckets."""
@@ -123,9 +154,11 @@ class Zero(Section):
 
 class Precision(Section):
     compute: Literal["model", "auto", "fp32", "bf16", "fp16"] = "model"
-    """Dtype of weights and activations; "model" leaves each parameter's own, "auto" takes bf16 where it is no slower."""
-    reduce: Literal["auto", "fp32", "bf16"] = "auto"
-    """Dtype in which gradients travel; sums are in fp32 whatever travels. "auto": the dtype that loses nothing."""
+    """Dtype of weights and activations; "model" leaves each parameter's own, "auto" takes bf16 where that is
+    no slower than fp32, else fp32."""
+    reduce: Literal["auto", "own", "fp32", "bf16", "fp16"] = "auto"
+    """Dtype in which gradients travel; sums are in fp32 whatever travels. "own": the dtype each gradient has
+    (as held when reduced once a step, its parameter's when once a micro-batch). "auto" loses nothing."""
     gradients: Literal["fp32", "compute", "compute-lossy"] = "fp32"
     """Dtype of held gradients. "compute" keeps 2 bytes for 16-bit weights and is refused when micro-batches
     accumulate, as their sum would be rounded each time; "compute-lossy" asks for that by name."""
@@ -134,11 +167,6 @@ class Precision(Section):
 class Recompute(Section):
     mode: Literal["none", "block"] = "none"
     """"block": a block's activations are computed again in backward instead of being kept."""
-
-
-def _nearest(word: str, known: Sequence[str]) -> str | None:
-    found = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return found[0] if found else None
 
 
 class Config(Section):
@@ -152,3 +180,108 @@ class Config(Section):
     zero: Zero = Zero()
     precision: Precision = Precision()
     recompute: Recompute = Recompute()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_in_place_of_preset(cls, tree: Any) -> Any:
+        """A model of the user's own leaves no preset standing."""
+        model = tree.get("model") if isinstance(tree, dict) else None
+        if isinstance(model, dict) and model.get("path") is not None and "preset" not in model:
+            return {**tree, "model": {**model, "preset": None}}
+        return tree
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for problem in config_checks.problems(self):
+            raise ConfigError(problem.message, hint=problem.hint, where=problem.key)
+        return self
+
+    @classmethod
+    def load(
+        cls, source: "Config | Mapping[str, Any] | str | Path", overrides: Sequence[str] = ()
+    ) -> "Config":
+        """A checked configuration from a TOML file's path, a dict of sections, or another Config.
+
+        `overrides` are `section.key=value` texts. All that is wrong becomes one `ConfigError`.
+        """
+        origin = config_io.Origin()
+        if isinstance(source, Config):
+            tree = source.model_dump(exclude_unset=True)
+        elif isinstance(source, Mapping):
+            tree = {name: dict(keys) if isinstance(keys, Mapping) else keys for name, keys in source.items()}
+        else:
+            tree, origin = config_io.read_toml(Path(source))
+        schemas = cls.key_schemas()
+        config_io.override(tree, origin, overrides, schemas)
+        try:
+            return cls.model_validate(tree)
+        except ValidationError as error:
+            # pydantic's own text names types and links, not what a user of this key has to write.
+            raise config_io.explain(error.errors(include_url=False), origin, schemas, OTHER_WORDS) from None
+
+    @classmethod
+    @cache
+    def key_schemas(cls) -> dict[str, dict[str, dict[str, Any]]]:
+        """section -> key -> JSON schema, with the key's text as its description."""
+        sections = {name: field.annotation for name, field in cls.model_fields.items()}
+        return {
+            name: section.model_json_schema()["properties"]
+            for name, section in sections.items()
+            if isinstance(section, type) and issubclass(section, Section)
+        }
+
+    def resolved(self, world: int, native_bf16: bool, *, own_batches: bool = False) -> "Config":
+        """The same with no "auto" left, checked for `world` ranks.
+
+        `native_bf16`: products in bf16 are no slower than in fp32 on this machine. `own_batches`: the caller
+        brings its batches, so `[data]` says nothing about them and a missing `micro_batch` stays missing.
+        """
+        dp = self.parallel.dp
+        if dp == "auto":
+            dp = Layout(tp=self.parallel.tp, pp=self.parallel.pp).with_dp_filling(world).dp
+        for problem in (
+            *config_checks.world_problems(self, dp, world),
+            *(() if own_batches else config_checks.batch_problems(self, dp)),
+        ):
+            raise ConfigError(problem.message, hint=problem.hint)
+        micro_batch = self.parallel.micro_batch
+        if micro_batch is None and not own_batches:
+            micro_batch = self.data.global_batch // dp
+        when = self.zero.reduce
+        if when == "auto":
+            when = "step" if self.zero.level <= 1 or self.parallel.pp > 1 else "micro-batch"
+        compute = self.precision.compute
+        if compute == "auto":
+            compute = "bf16" if native_bf16 else "fp32"
+        travel = self.precision.reduce
+        if travel == "auto":
+            held_fp32 = when == "step" and self.precision.gradients == "fp32"
+            travel = "fp32" if held_fp32 else "own" if compute == "model" else compute
+        tree = self.model_dump()
+        tree["parallel"] |= {"dp": dp, "micro_batch": micro_batch}
+        tree["zero"] |= {"reduce": when}
+        tree["precision"] |= {"compute": compute, "reduce": travel}
+        if own_batches:
+            del tree["data"]["global_batch"]
+        return Config.load(tree)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one rank in one step; the last may be smaller. Known once resolved."""
+        dp, micro_batch = self.parallel.dp, self.parallel.micro_batch
+        assert dp != "auto" and micro_batch is not None, "only a resolved configuration has this"
+        return -(-self.data.global_batch // (dp * micro_batch))
+
+    @property
+    def num_steps(self) -> int:
+        """Steps this run takes: `stop_after` when it is set, else `steps`."""
+        return self.run.stop_after or self.run.steps
+
+    def to_toml(self, *, notes: bool = False) -> str:
+        """As TOML that `load` reads back to an equal Config; `notes` adds what each key means."""
+        texts = {
+            f"{section}.{key}": " ".join(str(one.get("description", "")).split())
+            for section, keys in self.key_schemas().items()
+            for key, one in keys.items()
+        }
+        return config_io.write_toml(self.model_dump(), texts if notes else {})

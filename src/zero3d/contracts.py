@@ -2,7 +2,7 @@
 
     batch ──> step ──> runtime ──(action)──> Stage ──> the user's module
                 │          └──(turn)───> Replica ──> Axis ──> ranks
-                │                            └── Shard ──> Home
+                │                            └── Shard
                 └──(shards)──> Optimizer
 """
 
@@ -61,6 +61,10 @@ class Axis(Protocol):
 
     def recv(self, tensor: Tensor, source: int, label: str) -> Pending: ...
 
+    def held(self) -> Iterable[Tensor]:
+        """Buffers of the axis' own that live over steps."""
+        ...
+
 
 class Replica(Protocol):
     """My copy of the model over dp; hides buckets, hooks, gather and release, overlap, and the level."""
@@ -78,18 +82,6 @@ class Replica(Protocol):
 
     def publish(self, shards: Iterable["Shard"]) -> None:
         """New master weights become the model's weights on every rank, at the latest when they are used."""
-        ...
-
-
-class Home(Protocol):
-    """Where a shard's optimizer part lives."""
-
-    def deliver(self, shard: "Shard", gradient: Tensor) -> None:
-        """A reduced gradient goes to the shard's home."""
-        ...
-
-    def collect(self, shard: "Shard", out: Tensor) -> None:
-        """The shard's weights come from home into `out`, in out's dtype."""
         ...
 
 

@@ -1,0 +1,67 @@
+"""What a rank really holds: counted from the live storages, each once."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from zero3d.assemble import Parts
+from zero3d.contracts import Batch
+
+KINDS = ("weights", "gradients", "optimizer", "buffers")
+
+
+def held(parts: Parts) -> dict[str, int]:
+    """kind -> bytes. Memory that serves two kinds counts for the first of `KINDS`."""
+    tensors: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
+    for kind, tensor in (*parts.replica.held(), *parts.optimizer.held()):
+        tensors[kind].append(tensor)
+    tensors["buffers"] += [*parts.axis.held(), *parts.model.buffers()]
+    seen: set[int] = set()
+    return {kind: _fresh_bytes((one.untyped_storage() for one in tensors[kind]), seen) for kind in KINDS}
+
+
+def activations(parts: Parts, micro_batch: Batch) -> int:
+    """Bytes that autograd keeps at the end of a forward of `micro_batch`, weights apart. Collective at level 3."""
+    if micro_batch is None:
+        return 0
+    saved: list[torch.UntypedStorage] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor.untyped_storage())
+        return tensor
+
+    buffers = [(buffer, buffer.clone()) for buffer in parts.model.buffers()]
+    with parts.randomness.step(0), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        parts.stage.losses(micro_batch)
+    seen = {tensor.untyped_storage()._cdata for _, tensor in parts.replica.held()}
+    # A released weight has no memory by now: what autograd keeps of it counts nothing.
+    total = _fresh_bytes(saved, seen)
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    return total
+
+
+def dtypes(parts: Parts) -> list[tuple[str, str]]:
+    """(what, dtypes) as they are now."""
+    shards = parts.replica.shards
+    state = [value for kind, value in parts.optimizer.held() if kind == "optimizer"]
+    rows = {
+        "weights": [parameter.dtype for parameter in parts.model.parameters()],
+        "master weights": [shard.master.dtype for shard in shards],
+        "held gradients": [shard.gradient.dtype for shard in shards],
+        "travelling gradients": parts.replica.wire_dtypes(),
+        "sums over ranks": [torch.float32],
+        "optimizer state": [tensor.dtype for tensor in state] or [shard.master.dtype for shard in shards],
+    }
+    return [(what, ", ".join(sorted({str(one).removeprefix("torch.") for one in found}))) for what, found in rows.items()]
+
+
+def _fresh_bytes(storages: Iterable[torch.UntypedStorage], seen: set[int]) -> int:
+    total = 0
+    for storage in storages:
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            total += storage.nbytes()
+    return total

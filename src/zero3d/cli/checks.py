@@ -1,0 +1,108 @@
+"""All that can be known before a rank starts. Each check raises one error that names a way out."""
+
+import tempfile
+from pathlib import Path
+
+from zero3d.cli import machine
+from zero3d.cli.style import size
+from zero3d.config import Config
+from zero3d.data.prepare import Prepared, Progress, prepare
+from zero3d.errors import ConfigError
+from zero3d.planner.memory import at_each_level
+
+PROCESS_BYTES = 350 << 20
+"""What a rank takes before it holds anything: Python and torch."""
+
+
+def check_code(config: Config, allow_code: bool) -> None:
+    """Code that a configuration names runs only when the command line says so too."""
+    if config.model.path is not None and not allow_code:
+        raise ConfigError(
+            f"model.path = {config.model.path!r} would import and run Python code",
+            hint="If you trust it, add --allow-code.",
+        )
+
+
+def choose_ranks(config: Config, asked: int | None) -> int:
+    """-n, or what parallel.dp says, or one a GPU, or one a core."""
+    layout = config.parallel
+    if asked is not None:
+        return asked
+    if layout.dp != "auto":
+        return layout.dp * layout.tp * layout.pp
+    return machine.gpus() or machine.cpu_cores()
+
+
+def check_ranks(config: Config, ranks: int) -> None:
+    """The layout and the batch fit the number of ranks, and so does bare memory."""
+    config.resolved(ranks, native_bf16=False)
+    _check_memory(ranks, PROCESS_BYTES, "without any model")
+
+
+def check_gpus(ranks: int) -> None:
+    """One rank a GPU, where there are GPUs."""
+    gpus = machine.gpus()
+    if gpus and ranks > gpus:
+        raise ConfigError(
+            f"{ranks} ranks for {gpus} GPU{'s' if gpus > 1 else ''}; a GPU takes one rank",
+            hint=f"Start {gpus} (-n {gpus}), or set CUDA_VISIBLE_DEVICES= (nothing) to train on the CPU.",
+        )
+
+
+def check_folder(out: Path) -> None:
+    """run.out can be made and written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"run.out = {str(out)!r} cannot be written: {error.strerror}",
+            hint="Choose another folder, such as --set run.out=runs/mine.",
+        ) from None
+
+
+def prepare_data(config: Config, progress: Progress | None) -> Prepared:
+    """The token files, made here once, so that ranks only map them."""
+    return prepare(config.data, tokens_folder(config), progress)
+
+
+def tokens_folder(config: Config) -> Path:
+    return Path(config.run.out) / "tokens"
+
+
+def check_model(config: Config, prepared: Prepared, ranks: int, allow_code: bool) -> None:
+    """The model can be built, the optimizer exists, and all ranks' model states fit into memory."""
+    # Here, not above: what is wrong in the configuration is told before torch is loaded.
+    import torch
+
+    from zero3d.models.presets import build_function
+    from zero3d.optim.rule import rule_for
+    from zero3d.params import collect
+
+    build = build_function(
+        config.model, prepared.vocabulary, config.data.sequence_length, allow_code=allow_code
+    )
+    with torch.device("meta"):
+        infos = collect(build())
+    rule_for(config.optimizer.name, config.optimizer, infos)
+    resolved = config.resolved(ranks, native_bf16=False)
+    if machine.gpus():
+        return
+    assert resolved.parallel.dp != "auto"
+    predicted = at_each_level(resolved, sum(info.numel for info in infos), resolved.parallel.dp)
+    states = predicted[resolved.zero.level].total
+    _check_memory(ranks, PROCESS_BYTES + states, f"with {size(states)} of model states each")
+
+
+def _check_memory(ranks: int, bytes_a_rank: int, what: str) -> None:
+    free = machine.free_memory()
+    if free is None or ranks * bytes_a_rank <= free:
+        return
+    fits = free // bytes_a_rank
+    ways = [f"start at most {fits} (-n {fits})"] if fits else []
+    raise ConfigError(
+        f"{ranks} rank{'s' if ranks > 1 else ''} {what} need about {size(ranks * bytes_a_rank)}, "
+        f"and this machine has {size(free)} of memory free",
+        hint=" or ".join([*ways, "use a higher zero.level, or a smaller model"]).capitalize() + ".",
+    )

@@ -1,0 +1,31 @@
+"""`--json`: stdout holds one JSON object a line and nothing else. The lines are those of metrics.jsonl."""
+
+from typing import TYPE_CHECKING, TextIO
+
+from zero3d.records import as_line, done_event, step_event
+
+if TYPE_CHECKING:
+    from zero3d.engine import StepReport
+    from zero3d.train import Plan, Summary
+
+
+class Events:
+    """A line a step and one at the end, each written at once."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def started(self, plan: "Plan") -> None:
+        pass
+
+    def stepped(self, report: "StepReport") -> None:
+        print(as_line(step_event(report)), file=self._out, flush=True)
+
+    def working_on(self, what: str) -> None:
+        pass
+
+    def done(self, summary: "Summary") -> None:
+        print(as_line(done_event(summary)), file=self._out, flush=True)
+
+    def close(self) -> None:
+        pass

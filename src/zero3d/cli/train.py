@@ -1,0 +1,183 @@
+"""`zero3d train CONFIG`: checks all that can be known, starts the ranks, reports one error.
+
+The same verb is what each rank runs: where RANK is set (by ourselves or by torchrun) this process is a rank.
+torch is loaded only once the configuration and the data are in order.
+"""
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zero3d.cli import checks
+from zero3d.cli.failure import as_known
+from zero3d.cli.rank import run_as_rank
+from zero3d.config import Config
+
+if TYPE_CHECKING:
+    from zero3d.data.prepare import Progress
+    from zero3d.train import Listener
+
+INTERRUPTED = 130
+FILE_WIDTH = 100
+"""Columns where no terminal says how many there are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line says, beside the configuration."""
+
+    config: Path
+    settings: tuple[str, ...]
+    ranks: int | None
+    json: bool
+    debug: bool
+    allow_code: bool
+
+    def as_arguments(self) -> list[str]:
+        """The command line of one rank."""
+        flags = {"--json": self.json, "--debug": self.debug, "--allow-code": self.allow_code}
+        sets = [word for setting in self.settings for word in ("--set", setting)]
+        return ["train", str(self.config), *sets, *(flag for flag, on in flags.items() if on)]
+
+
+def command(
+    config: Annotated[
+        Path, typer.Argument(help="A TOML file, such as examples/demo.toml.", metavar="CONFIG")
+    ],
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "-n",
+            "--ranks",
+            min=1,
+            help="Ranks to start on this machine. Left out: parallel.dp, or one a GPU, or one a CPU core.",
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Set one key, such as zero.level=3. May be repeated."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON lines for programs on stdout.")] = False,
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code", help="Allow model.path to import and run your Python code.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks, and all that ranks print.")] = False,
+) -> None:
+    """Train a model as CONFIG says."""
+    options = Options(
+        config=config,
+        settings=tuple(settings or ()),
+        ranks=ranks,
+        json=as_json,
+        debug=debug,
+        allow_code=allow_code,
+    )
+    environment = dict(os.environ)
+    if "RANK" in environment:
+        rank = int(environment["RANK"])
+        work = lambda: _train_on_rank(options, rank)  # noqa: E731
+        raise typer.Exit(run_as_rank(work, environment, debug=debug, as_json=as_json))
+    raise typer.Exit(_reporting_errors(lambda: _start(options, environment), options))
+
+
+def _start(options: Options, environment: dict[str, str]) -> None:
+    """In the process that the user started."""
+    config = Config.load(options.config, options.settings)
+    checks.check_code(config, options.allow_code)
+    # How many ranks there are may hang on the number of GPUs, which takes seconds to learn: the rest first.
+    if options.ranks is not None or config.parallel.dp != "auto":
+        checks.check_ranks(config, checks.choose_ranks(config, options.ranks))
+    checks.check_folder(Path(config.run.out))
+    with _progress(options) as progress:
+        prepared = checks.prepare_data(config, progress)
+    ranks = checks.choose_ranks(config, options.ranks)
+    checks.check_ranks(config, ranks)
+    checks.check_gpus(ranks)
+    checks.check_model(config, prepared, ranks, options.allow_code)
+    from zero3d.cli.launch import run_ranks
+
+    if sys.stderr.isatty():
+        print(f"starting {ranks} rank{'s' * (ranks > 1)} ...", file=sys.stderr)
+    failed = run_ranks(options.as_arguments(), ranks, environment, debug=options.debug)
+    if failed is not None:
+        raise failed
+
+
+def _train_on_rank(options: Options, rank: int) -> None:
+    """In each process that `_start` or torchrun started."""
+    from zero3d import train
+    from zero3d.models.presets import build_function
+
+    config = Config.load(options.config, options.settings)
+    checks.check_code(config, options.allow_code)
+    prepared = checks.prepare_data(config, None)
+    build = build_function(
+        config.model, prepared.vocabulary, config.data.sequence_length, allow_code=options.allow_code
+    )
+    train.train(config, prepared, build, _listeners(config, options) if rank == 0 else ())
+
+
+def _listeners(config: Config, options: Options) -> "list[Listener]":
+    """Who is told how it goes: people or programs, and the run's folder."""
+    from rich.console import Console
+
+    from zero3d.cli.events import Events
+    from zero3d.cli.screen import Screen
+    from zero3d.records import RunFolder, TensorBoard
+
+    out = Path(config.run.out)
+    listeners: list[Listener] = [RunFolder(out)]
+    if TensorBoard.is_there():
+        listeners.append(TensorBoard(out))
+    if options.json:
+        listeners.append(Events(sys.stdout))
+    # Where stdout belongs to a program, people still see on stderr how far it is.
+    console = Console(stderr=options.json)
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
+    listeners.append(Screen(console, brief=options.json, config_path=str(options.config)))
+    return listeners
+
+
+@contextmanager
+def _progress(options: Options) -> "Iterator[Progress | None]":
+    """Shows how far the tokenizing is, on a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("reading the data") as status:
+        yield lambda what, part: status.update(f"{what}: {part:.0%}")
+
+
+def _reporting_errors(work: Callable[[], None], options: Options) -> int:
+    """-> the exit code. An error is one short text on stderr and, with --json, a line on stdout."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        work()
+    except KeyboardInterrupt:
+        # A rank that drew a progress bar may have left the cursor hidden.
+        print("\x1b[?25h" * sys.stderr.isatty() + "zero3d: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        known = as_known(error)
+        if options.debug:
+            print(getattr(error, "trace", "") or traceback.format_exc(), file=sys.stderr)
+        print("\x1b[?25h" * sys.stderr.isatty() + f"zero3d: {known}", file=sys.stderr)
+        if options.json:
+            print(json.dumps(known.as_event()), flush=True)
+        return known.exit_code
+    return 0

@@ -1,0 +1,88 @@
+"""Flat buffers that live over steps, and windows whose memory comes and goes.
+
+A `Pool` keeps the buffers that gathers and reductions use in turn, so that after the first steps none is
+allocated. A `Window` is the whole flat buffer of a bucket as the parameters see it (they are views of it) while
+its memory is lent to it only between `show` and `hide`: autograd may hold views of a window over the time in
+which it has no memory.
+"""
+
+from collections.abc import Hashable, Iterator
+
+import torch
+from torch import Tensor
+
+
+class Pool:
+    """Zeroed once when made, then handed out again and again with what the last user left in them.
+
+    `key` separates buffers whose padding must stay as it is from others of the same size.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[tuple[Hashable, ...], list[Tensor]] = {}
+        self._all: list[Tensor] = []
+
+    def take(self, numel: int, dtype: torch.dtype, key: Hashable = None) -> Tensor:
+        free = self._free.setdefault((numel, dtype, key), [])
+        if free:
+            return free.pop()
+        buffer = torch.zeros(numel, dtype=dtype, device=self._device)
+        self._all.append(buffer)
+        return buffer
+
+    def give(self, buffer: Tensor, key: Hashable = None) -> None:
+        self._free[(buffer.numel(), buffer.dtype, key)].append(buffer)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Every buffer of the pool, lent or free."""
+        return iter(self._all)
+
+
+class Window:
+    """A flat tensor [numel] that has memory only while it is shown; tensors viewing it come and go with it.
+
+    A new window is shown, so that views of it can be made.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, pool: Pool) -> None:
+        self._pool = pool
+        self._lent: Tensor | None = None
+        buffer = pool.take(numel, dtype)
+        self.tensor = torch.zeros_like(buffer)
+        _exchange(self.tensor, buffer)
+        _drop(buffer)
+        self._lent = buffer
+
+    @property
+    def shown(self) -> bool:
+        return self._lent is not None
+
+    def show(self, filled: Tensor) -> None:
+        """The memory of `filled` (a buffer of the pool, not to be used until `hide`) becomes the window's."""
+        assert self._lent is None
+        _exchange(self.tensor, filled)
+        self._lent = filled
+
+    def hide(self) -> None:
+        """The memory goes back to the pool."""
+        assert self._lent is not None
+        _exchange(self.tensor, self._lent)
+        self._pool.give(self._lent)
+        self._lent = None
+
+
+def _exchange(one: Tensor, other: Tensor) -> None:
+    """The memory of two storages changes places, one of them being empty; every view of either follows."""
+    first, second = one.untyped_storage(), other.untyped_storage()
+    if hasattr(first, "_swap_data_ptr_"):
+        first._swap_data_ptr_(second)
+        return
+    empty, full = (first, second) if first.nbytes() == 0 else (second, first)
+    empty.resize_(full.nbytes())
+    empty.copy_(full)
+    full.resize_(0)
+
+
+def _drop(tensor: Tensor) -> None:
+    tensor.untyped_storage().resize_(0)

@@ -1,0 +1,69 @@
+"""An axis that counts what it sends, for the run's report, the rehearsal and the tests."""
+
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from zero3d.contracts import Axis, Pending
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective as this rank made it; `sent_bytes` is what an ideal ring sends from one rank."""
+
+    verb: str
+    label: str
+    sent_bytes: int
+
+
+class RecordedAxis:
+    """`Axis` calls pass through to `inner`; `calls` and `sent_bytes` tell what they were."""
+
+    def __init__(self, inner: Axis) -> None:
+        self.inner = inner
+        self.size = inner.size
+        self.index = inner.index
+        self.calls: list[Call] = []
+        self.sent_bytes = 0
+
+    def held(self) -> Iterable[Tensor]:
+        return self.inner.held()
+
+    def all_gather(self, out: Tensor, part: Tensor, label: str) -> Pending:
+        self._count("all_gather", label, (self.size - 1) * part.nbytes)
+        return self.inner.all_gather(out, part, label)
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor, label: str, *, add: bool = False) -> Pending:
+        self._count("reduce_scatter", label, whole.nbytes // self.size * (self.size - 1))
+        return self.inner.reduce_scatter(out, whole, label, add=add)
+
+    def all_reduce(self, tensor: Tensor, label: str) -> Pending:
+        self._count("all_reduce", label, 2 * tensor.nbytes * (self.size - 1) // self.size)
+        return self.inner.all_reduce(tensor, label)
+
+    def broadcast(self, tensor: Tensor, root: int, label: str) -> Pending:
+        self._count("broadcast", label, tensor.nbytes * (self.size - 1) // self.size)
+        return self.inner.broadcast(tensor, root, label)
+
+    def send(self, tensor: Tensor, to: int, label: str) -> Pending:
+        self._count("send", label, tensor.nbytes)
+        return self.inner.send(tensor, to, label)
+
+    def recv(self, tensor: Tensor, source: int, label: str) -> Pending:
+        self._count("recv", label, 0)
+        return self.inner.recv(tensor, source, label)
+
+    def start_step(self) -> None:
+        """Forgets the calls of the step before; `sent_bytes` goes on."""
+        self.calls.clear()
+
+    @property
+    def digest(self) -> int:
+        """The calls since `start_step` as a number below 2**31, whatever their order."""
+        return sum(zlib.crc32(f"{call.verb} {call.label}".encode()) for call in self.calls) % (1 << 31)
+
+    def _count(self, verb: str, label: str, sent: int) -> None:
+        self.calls.append(Call(verb, label, sent))
+        self.sent_bytes += sent

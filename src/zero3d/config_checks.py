@@ -1,0 +1,148 @@
+"""The checks across options. Each names the values that clash, and values that would work.
+
+`problems` needs the configuration alone; `batch_problems` also the size of dp, once that is known.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from zero3d.config import Config
+
+PRESETS = ("gpt",)
+LEVELS = "Levels: 0 shards nothing over dp, 1 the optimizer state, 2 also gradients, 3 also parameters."
+
+
+class Problem(NamedTuple):
+    """The key to look at, what is wrong, and what to do."""
+
+    key: str
+    message: str
+    hint: str
+
+
+def problems(config: "Config") -> Iterator[Problem]:
+    """Everything that can be known before the number of ranks is."""
+    yield from _model_problems(config)
+    yield from _step_problems(config)
+    for axis, size in (("tp", config.parallel.tp), ("pp", config.parallel.pp)):
+        if size != 1:
+            yield Problem(
+                f"parallel.{axis}",
+                f"parallel.{axis} = {size} is not in this version, which shards over dp alone",
+                f"Set parallel.{axis} = 1; zero.level = 3 is what makes a large model fit.",
+            )
+    if config.zero.level not in (0, 1, 2, 3):
+        yield Problem("zero.level", f"zero.level = {config.zero.level} is outside 0 to 3", LEVELS)
+    # Who calls the engine with batches of their own does not set a size here.
+    if config.parallel.dp != "auto" and "global_batch" in config.data.model_fields_set:
+        yield from batch_problems(config, config.parallel.dp)
+
+
+def _model_problems(config: "Config") -> Iterator[Problem]:
+    model = config.model
+    if model.path is not None:
+        if model.preset is not None:
+            yield Problem(
+                "model.path",
+                f"model.preset = {model.preset!r} and model.path = {model.path!r} are both set",
+                "Leave one of them out.",
+            )
+        if model.path.count(":") != 1:
+            yield Problem(
+                "model.path",
+                f"model.path = {model.path!r} does not name a function",
+                'Write it as "package.module:function".',
+            )
+    elif model.preset not in PRESETS:
+        yield Problem(
+            "model.preset",
+            f"there is no preset {model.preset!r}",
+            f"Presets: {', '.join(PRESETS)}. For your own model set model.path.",
+        )
+    elif model.width % (2 * model.heads):
+        # Rotary positions turn features in pairs, so a head's width is even.
+        fits = [heads for heads in range(1, model.width // 2 + 1) if model.width % (2 * heads) == 0]
+        near = [one for one in fits if one < model.heads][-1:] + [one for one in fits if one > model.heads][
+            :1
+        ]
+        yield Problem(
+            "model.heads",
+            f"model.width = {model.width} does not divide into model.heads = {model.heads} of even width",
+            f"Heads that fit: {' or '.join(map(str, near))}." if near else "Set an even model.width.",
+        )
+
+
+def _step_problems(config: "Config") -> Iterator[Problem]:
+    steps, warmup, stop_after = config.run.steps, config.optimizer.warmup, config.run.stop_after
+    if warmup > steps:
+        yield Problem(
+            "optimizer.warmup",
+            f"optimizer.warmup = {warmup} is more than run.steps = {steps}, "
+            "so the learning rate would never reach its peak",
+            f"Set optimizer.warmup to {max(steps // 20, 1)} or so, or train for more steps.",
+        )
+    if stop_after is not None and stop_after > steps:
+        yield Problem(
+            "run.stop_after",
+            f"run.stop_after = {stop_after} is more than run.steps = {steps}",
+            "Leave run.stop_after out to train all steps.",
+        )
+
+
+def world_problems(config: "Config", dp: int, world: int) -> Iterator[Problem]:
+    """The number of ranks that were started is the layout's."""
+    tp, pp = config.parallel.tp, config.parallel.pp
+    if dp * tp * pp != world:
+        needed = f"{dp} ranks" if tp == pp == 1 else f"{dp} x {tp} x {pp} = {dp * tp * pp} ranks"
+        yield Problem(
+            "parallel.dp",
+            f"parallel.dp = {dp} needs {needed}, and {world} {'is' if world == 1 else 'are'} started",
+            f'Start {dp * tp * pp} (-n {dp * tp * pp}), or set parallel.dp = "auto" to fill what is started.',
+        )
+
+
+def batch_problems(config: "Config", dp: int) -> Iterator[Problem]:
+    """The global batch is shared by dp ranks, and each part is computed in micro-batches."""
+    batch, micro_batch = config.data.global_batch, config.parallel.micro_batch
+    if batch < dp:
+        yield Problem(
+            "data.global_batch",
+            f"fewer samples than ranks: data.global_batch = {batch} for dp = {dp} ranks",
+            f"Set data.global_batch = {dp} or more, or start {_ranks(batch)}.",
+        )
+        return
+    if batch % dp:
+        below, above = batch - batch % dp, batch + dp - batch % dp
+        fewer = next(size for size in range(dp - 1, 0, -1) if batch % size == 0)
+        yield Problem(
+            "data.global_batch",
+            f"data.global_batch = {batch} does not divide over dp = {dp} ranks: "
+            f"{batch} = {dp} x {batch // dp} + {batch % dp}",
+            f"Set data.global_batch to {below} or {above}, or start {_ranks(fewer)}.",
+        )
+        return
+    mine = batch // dp
+    if micro_batch is None:
+        return
+    if micro_batch > mine:
+        yield Problem(
+            "parallel.micro_batch",
+            f"parallel.micro_batch = {micro_batch} is more than a rank's part of the global batch: "
+            f"{batch} samples / {_ranks(dp)} = {mine}",
+            f"Set parallel.micro_batch to {mine} or less, or data.global_batch to {micro_batch * dp}.",
+        )
+    rounds = -(-mine // micro_batch)
+    loses = config.precision.gradients == "compute" and config.precision.compute not in ("fp32", "auto")
+    if loses and rounds > 1:
+        yield Problem(
+            "precision.gradients",
+            f'precision.gradients = "compute" would round the sum of {rounds} micro-batches at each of them',
+            'Set precision.gradients = "fp32" (exact; 4 bytes where they are held), '
+            f"parallel.micro_batch = {mine} (one micro-batch), "
+            'or precision.gradients = "compute-lossy" if the rounding is meant.',
+        )
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"

@@ -1,0 +1,266 @@
+"""Engine: a model, a loss and an optimizer that train as a configuration says."""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero3d import census
+from zero3d.assemble import Parts, assemble
+from zero3d.comm.mesh import open_mesh, ranks_started
+from zero3d.config import Config
+from zero3d.contracts import Batch, Loss, ModelSource, OptimizerFactory
+from zero3d.errors import ConfigError, DivergedError, NonFiniteError, UsageError
+from zero3d.layout import Layout
+from zero3d.optim.learning_rate import factor
+from zero3d.params import ParamInfo
+from zero3d.pipeline.calling import Call, split
+from zero3d.precision import native_bf16
+from zero3d.step import Done, evaluate_step, train_step
+from zero3d.watch import first_non_finite
+
+MOST_SKIPS = 10
+"""fp16: so many steps in a row without finite gradients are no matter of the loss scale any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """One step, the same on every rank.
+
+    loss: mean over the global batch's counted targets; tokens: their number; grad_norm: before clipping;
+    clip_coefficient: what gradients were multiplied by; lr: of the first parameter group; skipped: nothing was updated
+    (fp16 overflow, or no target counted); seconds: on this rank, from call to return; loss_scale: fp16's, else 1.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    grad_norm: float
+    clip_coefficient: float
+    lr: float
+    skipped: bool
+    seconds: float
+    loss_scale: float
+
+    @property
+    def grad_norm_after(self) -> float:
+        """The norm after clipping."""
+        return self.grad_norm * self.clip_coefficient
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateReport:
+    """The mean loss over the counted targets of all ranks' batches, and their number."""
+
+    loss: float
+    tokens: int
+
+
+class Engine:
+    """Trains `model` over the ranks that were started, each of which makes an Engine with the same arguments.
+
+    model: an nn.Module (any device; rank 0's weights are everyone's) or a function that builds one
+    loss: loss(model_output, batch) -> (sum over counted targets, their number), or one mean tensor
+    optimizer: a function parameters -> torch.optim.Optimizer that treats each element by itself; or a name.
+        It is called once for every shard, with flat tensors.
+    config: a Config, a dict of sections, or the path of a TOML file
+    call: call(model, batch) -> model_output, where batches are not what `pipeline.calling.caller` expects
+
+    Raises `ConfigError` or `UsageError` for what cannot be honoured, before anything is trained.
+    """
+
+    def __init__(
+        self,
+        model: ModelSource,
+        loss: Loss,
+        optimizer: str | OptimizerFactory = "adamw",
+        config: Config | Mapping[str, Any] | str | Path | None = None,
+        *,
+        call: Call | None = None,
+    ) -> None:
+        given = Config.load(config if config is not None else {})
+        own_batches = "global_batch" not in given.data.model_fields_set
+        self.config = given.resolved(ranks_started(), native_bf16(), own_batches=own_batches)
+        parallel = self.config.parallel
+        assert parallel.dp != "auto", "resolved"
+        layout = Layout(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp)
+        self._mesh = open_mesh(layout, timedelta(seconds=self.config.run.timeout_seconds))
+        self._parts: Parts = assemble(model, loss, optimizer, self.config, self._mesh, call)
+        self._steps = 0
+        self._updates = 0
+        self._last: Done | None = None
+        self._sample: Batch = None
+        self.model: nn.Module = self._parts.model
+
+    @property
+    def rank(self) -> int:
+        return self._mesh.rank
+
+    @property
+    def world(self) -> int:
+        return self._mesh.layout.world
+
+    @property
+    def dp_index(self) -> int:
+        return self._parts.axis.index
+
+    @property
+    def dp_size(self) -> int:
+        return self._parts.axis.size
+
+    @property
+    def device(self) -> torch.device:
+        return self._mesh.device
+
+    @property
+    def parameters(self) -> list[ParamInfo]:
+        """What the model's parameters are, each once, whatever this rank holds of them."""
+        return list(self._parts.infos)
+
+    @property
+    def notice(self) -> str:
+        """What the user should know about how the model was built; empty if nothing."""
+        return self._parts.notice
+
+    def step(self, batch: Batch) -> StepReport:
+        """One update from this rank's part of the global batch. Collective.
+
+        The batch is cut into micro-batches of `parallel.micro_batch` samples along the first dim of its tensors.
+        Raises `NonFiniteError` when numbers went wrong for good; nothing has been updated then.
+        """
+        began = time.perf_counter()
+        micro_batches = self._split(batch)
+        self.model.train()
+        steps = self.config.run.steps
+        done = train_step(self._parts, micro_batches, self._steps, factor(self._updates, steps, self.config.optimizer))
+        self._check(done, micro_batches)
+        self._sample, self._last = micro_batches[0], done
+        self._steps += 1
+        self._updates += done.updated
+        return StepReport(
+            step=self._steps,
+            loss=done.totals.loss / max(done.totals.count, 1),
+            tokens=done.totals.count,
+            grad_norm=done.clipping.norm,
+            clip_coefficient=done.clipping.coefficient,
+            lr=self._parts.optimizer.learning_rate,
+            skipped=not done.updated,
+            seconds=time.perf_counter() - began,
+            loss_scale=self._parts.scaler.scale,
+        )
+
+    def evaluate(self, batch: Batch) -> EvaluateReport:
+        """The loss of `batch` without gradients or dropout; modules' training flags are as before after it. Collective."""
+        with self._evaluating():
+            totals = evaluate_step(self._parts, self._split(batch))
+        return EvaluateReport(loss=totals.loss / max(totals.count, 1), tokens=totals.count)
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """The model as plain torch with whole weights, e.g. to generate. Entering is collective, leaving is not."""
+        with self._parts.replica.gathered(), self._evaluating(), torch.no_grad():
+            yield self.model
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Whole tensors under the user's own names, ties and persistent buffers too, in the dtypes that the model was
+        made with; trained ones from the fp32 master weights. On every rank. Collective."""
+        whole = dict(self._parts.replica.whole(self._parts.infos))
+        for info in self._parts.infos:
+            if info.name not in whole:
+                whole[info.name] = torch.empty(info.shape, dtype=info.dtype, device=self.device)
+            whole.update((tie, whole[info.name]) for tie in info.ties)
+        with self._parts.replica.gathered():
+            names = self.model.state_dict(keep_vars=True)
+        return {
+            name: whole[name] if name in whole else tensor.detach().clone() for name, tensor in names.items()
+        }
+
+    def grad_of(self, name: str) -> Tensor:
+        """The whole gradient of the last step's mean loss with respect to parameter `name`, fp32 and before
+        clipping. On every rank. Collective."""
+        info = self._info(name)
+        if not info.trainable:
+            raise UsageError(f"parameter {name} is frozen and has no gradient")
+        if self._last is None:
+            raise UsageError(f"there is no gradient of {name} yet", hint="Call engine.step(batch) first.")
+        gradient = self._parts.replica.gradient_of(info).float()
+        return gradient.div_(self._last.divisor).view(info.shape)
+
+    def dtype_plan(self) -> list[tuple[str, str]]:
+        """(what, dtype) of weights, master weights, gradients, what travels, and optimizer state, as they really are."""
+        return census.dtypes(self._parts)
+
+    def held_bytes(self) -> dict[str, list[int]]:
+        """kind -> bytes on each rank. Activations are those of one micro-batch at the end of its forward. Collective."""
+        mine = census.held(self._parts)
+        with self._evaluating(train=True):
+            mine["activations"] = census.activations(self._parts, self._sample)
+        return self._everyones(mine)
+
+    def sent_bytes(self) -> dict[str, list[int]]:
+        """axis -> bytes that each rank sent, the mean per step. Collective."""
+        steps = max(self._steps, 1)
+        mine = {name: axis.sent_bytes // steps for name, axis in self._mesh.axes.items() if axis.size > 1}
+        return self._everyones(mine)
+
+    def close(self) -> None:
+        """Leaves the other ranks."""
+        self._mesh.close()
+
+    def _split(self, batch: Batch) -> list[Batch]:
+        micro_batches = split(batch, self.config.parallel.micro_batch, self.device)
+        if len(micro_batches) > 1 and self.config.precision.gradients == "compute":
+            raise ConfigError(
+                f'precision.gradients = "compute" would round the sum of {len(micro_batches)} micro-batches each time',
+                hint='Use "fp32", or ask for it by name with "compute-lossy".',
+            )
+        return micro_batches
+
+    def _check(self, done: Done, micro_batches: list[Batch]) -> None:
+        if not done.totals.same_calls:
+            raise DivergedError(
+                f"ranks ran different modules in step {self._steps}: their collective calls do not match",
+                hint="At ZeRO level 3 every rank must run the same blocks. Nothing has been updated.",
+            )
+        if done.totals.finite or (self._parts.scaler.enabled and self._parts.scaler.bad_steps < MOST_SKIPS):
+            return
+        rows = first_non_finite(self._parts, micro_batches, self._steps)
+        skips = f" in {self._parts.scaler.bad_steps} steps in a row" if self._parts.scaler.enabled else ""
+        raise NonFiniteError(
+            f"loss or gradients are not finite{skips} (step {self._steps}): {'; '.join(rows) or 'in the sum over ranks'}",
+            hint="The weights are those before this step. Look at that module's input, or lower the learning rate.",
+        )
+
+    def _info(self, name: str) -> ParamInfo:
+        for info in self._parts.infos:
+            if name in (info.name, *info.ties):
+                return info
+        raise UsageError(f"the model has no parameter {name}", hint="Names are those of model.named_parameters().")
+
+    @contextmanager
+    def _evaluating(self, *, train: bool = False) -> Iterator[None]:
+        """All modules in evaluation mode (or training mode), each as it was afterwards."""
+        flags = [(module, module.training) for module in self.model.modules()]
+        self.model.train(train)
+        try:
+            yield
+        finally:
+            for module, flag in flags:
+                module.training = flag
+
+    def _everyones(self, mine: Mapping[str, int]) -> dict[str, list[int]]:
+        size = self.dp_size
+        numbers = torch.zeros(size, len(mine), dtype=torch.int64, device=self.device)
+        numbers[self.dp_index] = torch.tensor(list(mine.values()), device=self.device)
+        self._parts.axis.inner.all_reduce(numbers.view(-1), "report").wait()
+        return dict(zip(mine, _columns(numbers)))
+
+
+def _columns(table: Tensor) -> Iterable[list[int]]:
+    return table.t().tolist()  # type: ignore[no-any-return]

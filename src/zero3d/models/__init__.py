@@ -1,0 +1,1 @@
+"""Models that ship with zero3d: plain torch, nothing of zero3d inside."""

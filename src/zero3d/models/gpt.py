@@ -1,0 +1,177 @@
+"""A small GPT: pre-norm blocks, rotary positions, a tied output layer. Plain torch.
+
+Shapes: B samples, T tokens, C width, H heads, D = C / H, V vocabulary.
+
+Each block maps [B, T, C] to [B, T, C] and needs nothing else, and attention takes its number of heads from
+the tensors that it meets: what cuts the model into stages or its matrices into slices changes no line here.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    vocabulary: int = 256
+    sequence_length: int = 256
+    """Longest input."""
+    width: int = 256
+    layers: int = 6
+    heads: int = 4
+    dropout: float = 0.0
+    """After embedding, attention and MLP."""
+    tied: bool = True
+    """The output layer uses the embedding's weight."""
+
+    def __post_init__(self) -> None:
+        if self.width % (2 * self.heads):
+            raise ValueError(f"width {self.width} is no multiple of 2 * heads = {2 * self.heads}")
+
+    @property
+    def depth_scaled_std(self) -> float:
+        """Of the weights that write to the residual stream, so that it grows as in a model of one layer."""
+        return 0.02 / math.sqrt(2 * self.layers)
+
+
+class GPT(nn.Module):
+    """tokens [B, T] -> logits [B, T, V]."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config.vocabulary, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width, bias=False)
+        self.head = Linear(config.width, config.vocabulary)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.dropout(self.embedding(tokens))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width, bias=False)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.width, bias=False)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """Causal self-attention. Rows of `qkv` are ordered head by head, q, k and v of a head together."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.head_width = config.width // config.heads
+        self.qkv = Linear(config.width, 3 * config.width)
+        self.rotary = Rotary(self.head_width, config.sequence_length)
+        self.out = Linear(config.width, config.width, std=config.depth_scaled_std)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        heads = self.qkv(x).view(batch, length, -1, 3, self.head_width).transpose(1, 2)
+        q, k, v = heads.unbind(3)  # each [B, H, T, D]
+        y = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
+        out: Tensor = self.dropout(self.out(y.transpose(1, 2).reshape(batch, length, -1)))
+        return out
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = Linear(config.width, 4 * config.width)
+        self.down = Linear(4 * config.width, config.width, std=config.depth_scaled_std)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.dropout(self.down(F.gelu(self.up(x), approximate="tanh")))
+        return out
+
+
+class Rotary(nn.Module):
+    """Turns pairs of features by an angle that grows with the position (Su et al. 2021, section 3.4)."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_width: int, sequence_length: int) -> None:
+        super().__init__()
+        for name in ("cos", "sin"):
+            table = torch.empty(sequence_length, head_width // 2)
+            self.register_buffer(name, table, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        length, pairs = self.cos.shape
+        device = self.cos.device
+        speeds = 10_000.0 ** (-torch.arange(pairs, dtype=torch.float32, device=device) / pairs)
+        angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), speeds)
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, H, T, D] -> the same shape."""
+        length = x.size(-2)
+        cos, sin = self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype)
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+
+
+class Linear(nn.Linear):
+    """Without bias; weights from a normal distribution of standard deviation `std`."""
+
+    def __init__(self, features_in: int, features_out: int, std: float = 0.02) -> None:
+        self.std = std  # before the constructor, which calls reset_parameters
+        super().__init__(features_in, features_out, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+
+
+class Embedding(nn.Embedding):
+    """Weights from a normal distribution of standard deviation 0.02."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+
+@torch.no_grad()
+def generate(
+    model: Callable[[Tensor], Tensor],
+    tokens: Tensor,
+    count: int,
+    *,
+    sequence_length: int,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """`tokens` [B, T] and `count` more [B, T + count], each drawn from softmax(logits / temperature).
+
+    `model` is anything from tokens [B, t <= sequence_length] to logits [B, t, V]; it sees the last
+    `sequence_length` tokens. Temperature 0 takes the likeliest token.
+    """
+    for _ in range(count):
+        logits = model(tokens[:, -sequence_length:])[:, -1].float()
+        if temperature == 0:
+            drawn = logits.argmax(-1, keepdim=True)
+        else:
+            drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        tokens = torch.cat((tokens, drawn), dim=1)
+    return tokens

@@ -1,0 +1,1 @@
+"""The update: sums that ranks agree on, clipping, learning rate, optimizers on shards."""

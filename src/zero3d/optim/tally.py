@@ -1,0 +1,81 @@
+"""What the ranks of dp agree on once a step, in one small all-reduce of integers.
+
+    | loss | squares | counted targets | non-finite groups | digest of calls | its square | arrivals |
+      22      22            1                  1                  1                 1         one each trainable
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero3d.contracts import Axis
+from zero3d.optim.exact import LIMBS, exact_sum, group_squares, value_of
+from zero3d.zero.shard import Shard
+
+DIGESTS = 1 << 24
+"""The squares of digests below this, added over thousands of ranks, fit an int64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Sums over ranks and micro-batches.
+
+    loss: sum of losses; squares: sum of squared gradient elements, as held; count: counted targets;
+    finite: loss and gradients have neither infinities nor NaN; unused: trainable parameters that no rank's
+    backward reached; same_calls: all ranks made the same collective calls.
+    """
+
+    loss: float
+    squares: float
+    count: int
+    finite: bool
+    unused: frozenset[str]
+    same_calls: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """This rank's part: 0-dim losses and counts of its micro-batches, its shards and what it did."""
+
+    losses: Sequence[Tensor]
+    counts: Sequence[Tensor]
+    shards: Sequence[Shard]
+    arrivals: Mapping[str, int]
+    digest: int
+
+
+def agree(part: Part, axis: Axis, device: torch.device) -> Totals:
+    """Adds the parts of all ranks of `axis`; exact, so that neither order nor sharding shows."""
+    squares, bad = _squares(part.shards, device)
+    losses = torch.stack([loss.double() for loss in part.losses])
+    good = torch.isfinite(losses)
+    counts = torch.stack(list(part.counts))
+    numbers = torch.stack([counts.sum(), bad + losses.numel() - good.sum()])
+    digest = part.digest % DIGESTS
+    known = torch.tensor([digest, digest * digest, *part.arrivals.values()], device=device)
+    vector = torch.cat([exact_sum(torch.where(good, losses, 0.0)), squares, numbers, known])
+    axis.all_reduce(vector, "tally of the step").wait()
+    sums: list[int] = vector.tolist()
+    count, not_finite, total, squared, *arrivals = sums[2 * LIMBS :]
+    return Totals(
+        loss=value_of(sums[:LIMBS]) if not not_finite else float("nan"),
+        squares=value_of(sums[LIMBS : 2 * LIMBS]) if not not_finite else float("inf"),
+        count=count,
+        finite=not not_finite,
+        unused=frozenset(name for name, total in zip(part.arrivals, arrivals) if not total),
+        same_calls=squared * axis.size == total * total,
+    )
+
+
+def _squares(shards: Sequence[Shard], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Limbs of the sum of squares of what counts here, and how many groups are not finite."""
+    limbs = torch.zeros(LIMBS, dtype=torch.int64, device=device)
+    bad = torch.zeros((), dtype=torch.int64, device=device)
+    for shard in shards:
+        sums = group_squares(shard.gradient[shard.counted])
+        good = torch.isfinite(sums)
+        bad += sums.numel() - good.sum()
+        limbs += exact_sum(torch.where(good, sums, 0.0))
+    return limbs, bad

@@ -1,0 +1,1 @@
+"""What a rank computes in a step, and in which order."""

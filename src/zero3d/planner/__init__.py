@@ -1,0 +1,1 @@
+"""What a run will hold, from its configuration alone."""

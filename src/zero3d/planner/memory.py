@@ -1,0 +1,96 @@
+"""Model-state bytes per rank: weights, gradients and optimizer state at ZeRO levels 0 to 3.
+
+Formulas of ZeRO (Rajbhandari et al. 2020, section 5 and table 1) for Psi parameters over N ranks of dp, with
+w bytes of weights, g of held gradients and K of optimizer state a parameter (w = g = 2, K = 12 in mixed
+precision with Adam: fp32 master weight and two moments):
+
+    level 0     (w + g + K) Psi
+    level 1     (w + g) Psi + K Psi / N
+    level 2      w Psi + (g + K) Psi / N
+    level 3     (w + g + K) Psi / N
+
+Gradients that are reduced once a step are whole on every rank until then, at each level.
+
+>>> [round(states(7.5e9, level, dp=64).total / 1e9, 2) for level in LEVELS]
+[120.0, 31.41, 16.64, 1.88]
+"""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from zero3d.config import Config
+
+LEVELS = (0, 1, 2, 3)
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+MOMENTS = {"sgd": 0, "adagrad": 1, "rmsprop": 1, "adadelta": 2, "adam": 2, "adamw": 2, "nadam": 2, "radam": 2}
+"""Tensors of a parameter's size that an optimizer keeps; the others of torch.optim are taken to keep two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Widths:
+    """Bytes a parameter takes in each kind of model state."""
+
+    weights: int = 2
+    gradients: int = 2
+    optimizer: int = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelStates:
+    """Bytes that one rank holds."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def states(
+    parameters: float,
+    level: int,
+    *,
+    dp: int,
+    widths: Widths = Widths(),
+    reduce: Literal["step", "micro-batch"] | None = None,
+) -> ModelStates:
+    """What each of `dp` ranks holds of `parameters` parameters; a part of a parameter counts as whole.
+
+    `reduce`: when gradients are reduced; left out, as late as the level allows what it promises.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"level {level} is outside 0 to 3")
+    reduce = reduce or ("step" if level <= 1 else "micro-batch")
+    whole, shard = ceil(parameters), ceil(parameters / dp)
+    return ModelStates(
+        weights=widths.weights * (shard if level >= 3 else whole),
+        gradients=widths.gradients * (whole if level == 0 or reduce == "step" else shard),
+        optimizer=widths.optimizer * (shard if level >= 1 else whole),
+    )
+
+
+def widths_of(config: Config) -> Widths:
+    """Bytes a parameter takes under a configuration; "model" counts as fp32, "auto" as bf16.
+
+    An fp32 weight is its own master, so fp32 Adam has K = 8, as has plain fp32 training.
+    """
+    weights = BYTES.get(config.precision.compute, 2 if config.precision.compute == "auto" else 4)
+    master = 0 if weights == 4 else 4
+    return Widths(
+        weights=weights,
+        gradients=4 if config.precision.gradients == "fp32" else weights,
+        optimizer=master + 4 * MOMENTS.get(config.optimizer.name.lower(), 2),
+    )
+
+
+def at_each_level(config: Config, parameters: int, dp: int) -> list[ModelStates]:
+    """The table of levels 0 to 3 for a configuration; its own level keeps its own `zero.reduce`."""
+    widths = widths_of(config)
+    own = None if config.zero.reduce == "auto" else config.zero.reduce
+    return [
+        states(parameters, level, dp=dp, widths=widths, reduce=own if level == config.zero.level else None)
+        for level in LEVELS
+    ]

@@ -1,0 +1,65 @@
+"""Activation checkpointing of blocks, by hooks: the model's modules and names stay as they are.
+
+A block's forward runs under torch's non-reentrant checkpointing, which keeps the block's inputs instead of its
+activations and runs the block again when backward first needs one.
+"""
+
+import inspect
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import is_grad_enabled, nn
+from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
+
+
+class Recomputed:
+    """Recomputes one block."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._again = False
+        self._running: list[Generator[None, None, None] | None] = []
+        block.register_forward_pre_hook(self._before, with_kwargs=True)
+        block.register_forward_hook(self._after, always_call=True, prepend=True)
+
+    def _before(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._again or not is_grad_enabled():
+            self._running.append(None)
+            return
+        running = _checkpointing(block, self._contexts, *args, **kwargs)
+        self._running.append(running)
+        next(running)
+
+    def _after(self, block: nn.Module, args: Any, output: Any) -> None:
+        running = self._running.pop() if self._running else None
+        if running is not None:
+            next(running, None)
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), self._repeating()
+
+    @contextmanager
+    def _repeating(self) -> Generator[None, None, None]:
+        self._again = True
+        try:
+            yield
+        finally:
+            self._again = False
+
+
+def recompute(blocks: Sequence[nn.Module]) -> None:
+    """From now on the activations of `blocks` are computed again in backward."""
+    for block in blocks:
+        Recomputed(block)
+
+
+def _checkpointing(block: nn.Module, contexts: Any, *args: Any, **kwargs: Any) -> Generator[None, None, None]:
+    """torch's checkpointing in two halves: up to the forward, and after it."""
+    options = {"preserve_rng_state": True, "context_fn": contexts, "determinism_check": "default", "debug": False}
+    if "early_stop" in inspect.signature(_checkpoint_without_reentrant_generator).parameters:
+        options["early_stop"] = True
+    generator: Generator[None, None, None] = _checkpoint_without_reentrant_generator(
+        block, *options.values(), *args, **kwargs
+    )
+    return generator

@@ -1,0 +1,127 @@
+"""What a run writes into its folder: config.toml, metrics.jsonl, TensorBoard files when its package is there.
+
+The lines of metrics.jsonl are those of `--json`: one a step, one at the end.
+"""
+
+import importlib
+import importlib.util
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from zero3d.engine import StepReport
+    from zero3d.train import Plan, Summary
+
+CONFIG = "config.toml"
+METRICS = "metrics.jsonl"
+
+
+def step_event(report: "StepReport") -> dict[str, object]:
+    """A step as programs read it; `loss` in nats per counted target, the mean over the global batch."""
+    return {
+        "event": "step",
+        "step": report.step,
+        "loss": report.loss,
+        "tokens": report.tokens,
+        "grad_norm": report.grad_norm,
+        "lr": report.lr,
+        "skipped": report.skipped,
+        "seconds": report.seconds,
+    }
+
+
+def done_event(summary: "Summary") -> dict[str, object]:
+    """The last line of a run that came to its end."""
+    return {
+        "event": "done",
+        "steps": summary.steps,
+        "train_loss": summary.train_loss,
+        "heldout_loss": summary.heldout_loss,
+        "tokens_per_second": summary.tokens_per_second,
+        "held_bytes": summary.held_bytes,
+        "sent_bytes": summary.sent_bytes,
+        "checkpoint": None,
+    }
+
+
+def as_line(event: Mapping[str, object]) -> str:
+    """One line of JSON; numbers that JSON lacks (an overflowed norm) become null."""
+    return json.dumps(
+        {
+            key: None if isinstance(one, float) and not math.isfinite(one) else one
+            for key, one in event.items()
+        }
+    )
+
+
+class RunFolder:
+    """config.toml at the start, a line of metrics.jsonl every `run.log_every` steps and one at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._every = 1
+        self._metrics: TextIO | None = None
+
+    def started(self, plan: "Plan") -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = (
+            "# The configuration of this run with everything resolved; it can be trained again as it is.\n\n"
+        )
+        (self.folder / CONFIG).write_text(text + plan.config.to_toml(), encoding="utf-8")
+        self._every = plan.config.run.log_every
+        # Line by line: what was measured is there however the run ends.
+        self._metrics = open(self.folder / METRICS, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+
+    def stepped(self, report: "StepReport") -> None:
+        if self._metrics and report.step % self._every == 0:
+            self._metrics.write(as_line(step_event(report)) + "\n")
+
+    def working_on(self, what: str) -> None:
+        pass
+
+    def done(self, summary: "Summary") -> None:
+        if self._metrics:
+            self._metrics.write(as_line(done_event(summary)) + "\n")
+
+    def close(self) -> None:
+        if self._metrics:
+            self._metrics.close()
+
+
+class TensorBoard:
+    """Loss, gradient norm, learning rate and speed as TensorBoard scalars."""
+
+    @staticmethod
+    def is_there() -> bool:
+        return importlib.util.find_spec("tensorboard") is not None
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "tensorboard"
+        self._writer: Any = None
+
+    def started(self, plan: "Plan") -> None:
+        self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(self._folder))
+        self._writer.add_text("config", "```toml\n" + plan.config.to_toml() + "\n```")
+
+    def stepped(self, report: "StepReport") -> None:
+        scalars = {
+            "train/loss": report.loss,
+            "train/grad_norm": report.grad_norm,
+            "train/lr": report.lr,
+            "train/tokens_per_second": report.tokens / report.seconds,
+        }
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, report.step)
+
+    def working_on(self, what: str) -> None:
+        pass
+
+    def done(self, summary: "Summary") -> None:
+        self._writer.add_scalar("heldout/loss", summary.heldout_loss, summary.steps)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()

@@ -1,0 +1,66 @@
+"""THE TRAINING STEP, top to bottom."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zero3d.assemble import Parts
+from zero3d.contracts import Batch
+from zero3d.optim.clip import Clip, clip
+from zero3d.optim.tally import Part, Totals, agree
+from zero3d.pipeline.runtime import run
+from zero3d.pipeline.stage import Outcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """What a step did. `updated` is False where numbers were not finite or no target was counted."""
+
+    totals: Totals
+    clipping: Clip
+    divisor: float
+    updated: bool
+
+
+def train_step(parts: Parts, micro_batches: Sequence[Batch], step: int, lr: float) -> Done:
+    """Forward and backward of every micro-batch, one reduction, one update. Collective.
+
+    `lr` is a factor of the optimizer's own learning rate. Losses and gradients are sums until the very end, when
+    they are divided by the number of targets that all ranks together counted.
+    """
+    parts.axis.start_step()
+    parts.stage.start()
+    with parts.randomness.step(step):
+        run(parts.actions(len(micro_batches)), {0: parts.stage}, parts.replica, micro_batches)
+    shards = parts.replica.finish()
+
+    totals = agree(_mine(parts), parts.axis, parts.device)
+    divisor = max(totals.count, 1) * parts.scaler.scale
+    clipping = clip(totals.squares, divisor, parts.clip_norm)
+    updated = totals.finite and totals.same_calls and totals.count > 0
+    parts.scaler.update(totals.finite)
+    if updated:
+        parts.optimizer.leave(totals.unused)
+        parts.replica.publish(parts.optimizer.step(shards, lr, clipping.coefficient / divisor))
+    return Done(totals=totals, clipping=clipping, divisor=divisor, updated=updated)
+
+
+@torch.no_grad()
+def evaluate_step(parts: Parts, micro_batches: Sequence[Batch]) -> Totals:
+    """The loss alone, as `train_step` averages it. Collective."""
+    parts.axis.start_step()
+    parts.stage.start()
+    for micro_batch in micro_batches:
+        parts.stage.outcomes.append(Outcome(*parts.stage.losses(micro_batch)))
+    return agree(_mine(parts, trains=False), parts.axis, parts.device)
+
+
+def _mine(parts: Parts, *, trains: bool = True) -> Part:
+    return Part(
+        losses=[outcome.loss for outcome in parts.stage.outcomes],
+        counts=[outcome.count for outcome in parts.stage.outcomes],
+        shards=parts.replica.shards if trains else (),
+        arrivals=parts.replica.arrivals() if trains else {},
+        digest=parts.axis.digest,
+    )

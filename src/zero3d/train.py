@@ -1,0 +1,265 @@
+"""The loop: batch, step, tell; then what was learned and what was held.
+
+Runs on every rank. All that people or programs see of it goes through `Listener`s, on rank 0 alone.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from zero3d.config import Config
+from zero3d.data.batches import Batches, heldout_batches, num_windows
+from zero3d.data.byte_models import bits_per_byte
+from zero3d.data.prepare import Prepared
+from zero3d.data.tokenizers import BYTES, Tokenizer, tokenizer_for
+from zero3d.engine import Engine, StepReport
+from zero3d.models.gpt import generate
+from zero3d.models.losses import next_token_loss
+from zero3d.planner.memory import ModelStates, at_each_level
+
+HELDOUT_TOKENS = 1 << 17
+"""Held-out tokens that are evaluated, at most: enough for the third digit, little beside the training."""
+LAST_STEPS = 20
+"""`train_loss` is the mean over this many last steps, as one batch's loss is noisy."""
+PROMPT_TOKENS, SAMPLE_TOKENS, TEMPERATURE = 64, 200, 0.7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What will run, known before the first step. `predicted`: model states of one rank at levels 0 to 3."""
+
+    config: Config
+    world: int
+    device: str
+    parameters: int
+    trainable: int
+    dtypes: Sequence[tuple[str, str]]
+    predicted: Sequence[ModelStates]
+    train_tokens: int
+    train_bytes: int | None
+    heldout_windows: int
+    documents: int
+    vocabulary: int
+    notice: str
+
+    @property
+    def bits_per_nat(self) -> float | None:
+        """Bits per byte of text that a loss of one nat per token is; None: nobody knows the text's bytes."""
+        return self.train_tokens / self.train_bytes / math.log(2) if self.train_bytes else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bits:
+    """Bits per byte of text; `orders`: what byte models of order 0 and 2 spend on the held-out text."""
+
+    train: float
+    heldout: float
+    orders: dict[int, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What came out. Losses are in nats per counted target; bytes are by kind or axis, then by rank."""
+
+    plan: Plan
+    steps: int
+    seconds: float
+    train_loss: float
+    heldout_loss: float
+    bits: Bits | None
+    tokens_per_second: float
+    held_bytes: dict[str, list[int]]
+    sent_bytes: dict[str, list[int]]
+    prompt: str
+    sample: str
+
+
+class Listener(Protocol):
+    """Someone who is told how the run goes."""
+
+    def started(self, plan: Plan) -> None: ...
+
+    def stepped(self, report: StepReport) -> None: ...
+
+    def working_on(self, what: str) -> None:
+        """The steps are done; what takes time now."""
+        ...
+
+    def done(self, summary: Summary) -> None: ...
+
+    def close(self) -> None:
+        """However the run ends."""
+        ...
+
+
+def train(
+    config: Config, prepared: Prepared, build: Callable[[], nn.Module], listeners: Sequence[Listener]
+) -> Summary:
+    """Trains as `config` says. Every rank calls it; rank 0 tells the listeners and has the sample."""
+    # Every key as one that was set: the batches are ours, of the size that even a silent default says.
+    whole = Config.load(config.model_dump())
+    engine = Engine(build, next_token_loss, config.optimizer.name, whole)
+    everyone = Everyone(listeners if engine.rank == 0 else ())
+    try:
+        plan = _plan(engine, prepared)
+        everyone.started(plan)
+        batches = Batches(
+            prepared.train,
+            plan.config.data.sequence_length,
+            plan.config.data.global_batch,
+            plan.config.run.seed,
+        )
+        reports = []
+        for step in range(plan.config.num_steps):
+            report = engine.step(batches.batch(step, engine.dp_index, engine.dp_size))
+            reports.append(report)
+            everyone.stepped(report)
+        summary = _look_back(engine, prepared, plan, reports, everyone)
+        everyone.done(summary)
+        return summary
+    finally:
+        everyone.close()
+        engine.close()
+
+
+def _plan(engine: Engine, prepared: Prepared) -> Plan:
+    config, infos = engine.config, engine.parameters
+    parameters = sum(info.numel for info in infos)
+    length = config.data.sequence_length
+    return Plan(
+        config=config,
+        world=engine.world,
+        device=str(engine.device),
+        parameters=parameters,
+        trainable=sum(info.numel for info in infos if info.trainable),
+        dtypes=engine.dtype_plan(),
+        predicted=at_each_level(config, parameters, engine.dp_size),
+        train_tokens=len(prepared.train),
+        train_bytes=prepared.train_bytes,
+        heldout_windows=min(num_windows(prepared.heldout, length), max(HELDOUT_TOKENS // length, 1)),
+        documents=prepared.documents,
+        vocabulary=prepared.vocabulary,
+        notice=engine.notice,
+    )
+
+
+def _look_back(
+    engine: Engine, prepared: Prepared, plan: Plan, reports: Sequence[StepReport], everyone: "Everyone"
+) -> Summary:
+    """What was held and sent by the last step, and what was learned."""
+    held, sent = engine.held_bytes(), engine.sent_bytes()
+    everyone.working_on("reading held-out text")
+    heldout_loss = _evaluate(engine, prepared, plan)
+    everyone.working_on("writing a sample")
+    prompt, sample = _sample(engine, prepared)
+    last, timed = reports[-LAST_STEPS:], reports[1:] or reports
+    train_loss = sum(one.loss * one.tokens for one in last) / sum(one.tokens for one in last)
+    everyone.working_on("counting bytes")
+    return Summary(
+        plan=plan,
+        steps=len(reports),
+        seconds=sum(one.seconds for one in reports),
+        train_loss=train_loss,
+        heldout_loss=heldout_loss,
+        bits=_bits(prepared, plan, train_loss, heldout_loss) if engine.rank == 0 else None,
+        tokens_per_second=sum(one.tokens for one in timed) / sum(one.seconds for one in timed),
+        held_bytes=held,
+        sent_bytes=sent,
+        prompt=prompt,
+        sample=sample,
+    )
+
+
+def _evaluate(engine: Engine, prepared: Prepared, plan: Plan) -> float:
+    """Mean loss over the held-out windows; the ranks share them."""
+    config = plan.config
+    total = tokens = 0.0
+    micro_batch = config.parallel.micro_batch
+    assert micro_batch is not None, "resolved"
+    for batch in heldout_batches(
+        prepared.heldout,
+        config.data.sequence_length,
+        micro_batch,
+        plan.heldout_windows,
+        engine.dp_index,
+        engine.dp_size,
+    ):
+        report = engine.evaluate(batch)
+        total += report.loss * report.tokens
+        tokens += report.tokens
+    return total / tokens
+
+
+def _sample(engine: Engine, prepared: Prepared) -> tuple[str, str]:
+    """The beginning of the held-out text, and how the model goes on from there."""
+    tokenizer = tokenizer_for(engine.config.data.tokenizer)
+    prompt = _to_a_gap(np.asarray(prepared.heldout[:PROMPT_TOKENS]).astype(np.int64), tokenizer)
+    with engine.gathered() as model:
+        if engine.rank != 0:
+            return "", ""
+        tokens = generate(
+            model,
+            torch.from_numpy(prompt)[None].to(engine.device),
+            SAMPLE_TOKENS,
+            sequence_length=engine.config.data.sequence_length,
+            temperature=TEMPERATURE,
+            generator=torch.Generator(engine.device).manual_seed(engine.config.run.seed),
+        )
+    return tokenizer.decode(prompt), tokenizer.decode(tokens[0, len(prompt) :].cpu().numpy())
+
+
+def _to_a_gap(tokens: npt.NDArray[np.int64], tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
+    """The tokens up to the last that ends in white space; all where none does."""
+    for length in range(len(tokens), 0, -1):
+        if tokenizer.decode(tokens[length - 1 : length])[-1:].isspace():
+            return tokens[:length]
+    return tokens
+
+
+def _bits(prepared: Prepared, plan: Plan, train_loss: float, heldout_loss: float) -> Bits | None:
+    """Losses as bits per byte; None where it is not known how many bytes the tokens stand for."""
+    if not prepared.train_bytes or not prepared.heldout_bytes:
+        return None
+    nats = math.log(2)
+    orders: dict[int, float] = {}
+    if prepared.tokenizer == BYTES:
+        seen = plan.heldout_windows * plan.config.data.sequence_length + 1
+        orders = bits_per_byte(np.asarray(prepared.train), np.asarray(prepared.heldout[:seen]))
+    return Bits(
+        train=train_loss / nats * len(prepared.train) / prepared.train_bytes,
+        heldout=heldout_loss / nats * len(prepared.heldout) / prepared.heldout_bytes,
+        orders=orders,
+    )
+
+
+class Everyone:
+    """All listeners as one."""
+
+    def __init__(self, listeners: Sequence[Listener]) -> None:
+        self._listeners = listeners
+
+    def started(self, plan: Plan) -> None:
+        for one in self._listeners:
+            one.started(plan)
+
+    def stepped(self, report: StepReport) -> None:
+        for one in self._listeners:
+            one.stepped(report)
+
+    def working_on(self, what: str) -> None:
+        for one in self._listeners:
+            one.working_on(what)
+
+    def done(self, summary: Summary) -> None:
+        for one in self._listeners:
+            one.done(summary)
+
+    def close(self) -> None:
+        for one in self._listeners:
+            one.close()

@@ -1,0 +1,76 @@
+"""Finds where numbers stopped being finite, by running a failed step again under watch."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero3d.assemble import Parts
+from zero3d.contracts import Axis, Batch
+from zero3d.pipeline.runtime import run
+from zero3d.zero.use import tensors_in
+
+_TEXT = 400
+
+
+def first_non_finite(parts: Parts, micro_batches: Sequence[Batch], step: int) -> list[str]:
+    """One sentence for each rank that saw something: its first module in forward and first parameter in backward.
+
+    Collective. Changes gradients and sums as a step does, but no weight.
+    """
+    modules: list[str] = []
+    gradients: list[str] = []
+    parts.stage.start()
+    with _watching(parts.model, modules, gradients), parts.randomness.step(step):
+        run(parts.actions(len(micro_batches)), {0: parts.stage}, parts.replica, micro_batches)
+    parts.replica.finish()
+    said = []
+    if gradients:
+        said.append(f"the first gradient is that of {gradients[0]}")
+    if modules:
+        said.append(f"it began in the forward of {modules[0]}")
+    elif gradients:
+        said.append(f"forward was finite, it began in the backward of {gradients[0].rpartition('.')[0] or 'the model'}")
+    mine = f"rank {parts.axis.index}: {', '.join(said)}" if said else ""
+    return [text for text in _everyones(mine, parts.axis, parts.device) if text]
+
+
+@contextmanager
+def _watching(model: nn.Module, modules: list[str], gradients: list[str]) -> Iterator[None]:
+    def output_of(name: str) -> Any:
+        def look(module: nn.Module, args: Any, output: Any) -> None:
+            if not all(_finite(tensor) for tensor in tensors_in(output)):
+                modules.append(f"{name or 'the model'} ({type(module).__name__})")
+
+        return look
+
+    def gradient_of(name: str) -> Any:
+        def look(gradient: Tensor) -> None:
+            if not _finite(gradient):
+                gradients.append(name)
+
+        return look
+
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(output_of(name)))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                hooks.enter_context(parameter.register_hook(gradient_of(name)))
+        yield
+
+
+def _finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
+def _everyones(text: str, axis: Axis, device: torch.device) -> list[str]:
+    """The texts of all ranks, cut to 400 bytes each."""
+    mine = torch.zeros(_TEXT, dtype=torch.uint8)
+    data = text.encode()[:_TEXT]
+    mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+    every = torch.zeros(axis.size * _TEXT, dtype=torch.uint8, device=device)
+    axis.all_gather(every, mine.to(device), "what went wrong").wait()
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in every.view(axis.size, -1)]

@@ -1,0 +1,150 @@
+"""Level 3: a rank keeps its shard of the weights; a bucket is whole only while somebody uses it.
+
+    hold   one more user; the gather starts if the bucket is not there or coming
+    ready  waits until it is there
+    drop   one user less; without any the memory goes back to the pool
+
+`use.py` decides who uses what and when.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+from zero3d.comm.bucket import Bucket
+from zero3d.comm.flat import Pool, Window
+from zero3d.contracts import Axis, Pending
+from zero3d.errors import ReleasedParameterError
+from zero3d.zero.guard import Guard
+from zero3d.zero.holding import Holding, point_at
+from zero3d.zero.shard import Shard
+from zero3d.zero.units import Unit
+from zero3d.zero.use import Uses
+
+
+class Place:
+    """A bucket that comes and goes."""
+
+    def __init__(self, holding: Holding, window: Window, guard: Guard) -> None:
+        self.holding = holding
+        self.window = window
+        self.guard = guard
+        self.users = 0
+        self.coming: tuple[Pending, Tensor] | None = None
+
+
+class GatheredWeights:
+    """`Weights` that are gathered for each use and released after it."""
+
+    def __init__(self, axis: Axis, pool: Pool, *, prefetch: int, overlap: bool) -> None:
+        self._axis = axis
+        self._pool = pool
+        self._overlap = overlap
+        self._prefetch = prefetch
+        self._places: dict[Bucket, Place] = {}
+        self._place_of: dict[str, Place] = {}
+        self._uses: Uses | None = None
+
+    def adopt(self, bucket: Bucket, parameters: Sequence[tuple[str, nn.Parameter]], initial: Tensor) -> Holding:
+        window = Window(bucket.numel, initial.dtype, self._pool)
+        point_at(parameters, bucket, window.tensor)
+        part = initial[bucket.shard(self._axis.index)].clone()
+        holding = Holding(bucket=bucket, parameters=parameters, flat=window.tensor, part=part)
+        place = Place(holding, window, Guard(parameters, self._touched))
+        window.hide()
+        place.guard.close()
+        self._places[bucket] = place
+        self._place_of.update((name, place) for name, _ in parameters)
+        return holding
+
+    def watch(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        self._uses = Uses(model, units, self, self._prefetch)
+
+    def publish(self, shard: Shard) -> None:
+        shard.narrow()
+
+    def end_turn(self) -> None:
+        assert self._uses is not None
+        self._uses.end_turn()
+        for place in self._places.values():
+            self._forget(place)
+
+    def open(self) -> None:
+        for place in self._places.values():
+            self._hold(place)
+        for place in self._places.values():
+            self._ready(place)
+
+    def close(self) -> None:
+        for place in self._places.values():
+            self._drop(place)
+
+    def held(self) -> Iterable[tuple[str, Tensor]]:
+        for place in self._places.values():
+            yield "weights", place.holding.part
+            yield "buffers", place.window.tensor
+
+    def hold(self, names: Iterable[str]) -> None:
+        for place in self._named(names):
+            self._hold(place)
+
+    def ready(self, names: Iterable[str]) -> None:
+        for place in self._named(names):
+            self._ready(place)
+
+    def drop(self, names: Iterable[str]) -> None:
+        for place in self._named(names):
+            self._drop(place)
+
+    def start(self, names: Iterable[str]) -> None:
+        """Gathers ahead of use."""
+        for place in self._named(names):
+            self._start(place)
+
+    def _named(self, names: Iterable[str]) -> Iterable[Place]:
+        return dict.fromkeys(self._place_of[name] for name in names)
+
+    def _start(self, place: Place) -> None:
+        if place.coming is None and not place.window.shown:
+            target = self._pool.take(place.holding.bucket.numel, place.holding.part.dtype)
+            label = f"weights of {place.holding.bucket.label}"
+            place.coming = (self._axis.all_gather(target, place.holding.part, label), target)
+            if not self._overlap:
+                place.coming[0].wait()
+
+    def _hold(self, place: Place) -> None:
+        place.users += 1
+        self._start(place)
+
+    def _ready(self, place: Place) -> None:
+        if place.coming is not None:
+            pending, filled = place.coming
+            pending.wait()
+            place.coming = None
+            place.window.show(filled)
+            place.guard.open()
+
+    def _drop(self, place: Place) -> None:
+        place.users -= 1
+        assert place.users >= 0
+        if not place.users:
+            self._ready(place)
+            place.window.hide()
+            place.guard.close()
+
+    def _forget(self, place: Place) -> None:
+        """What was gathered ahead and never used."""
+        if not place.users and place.coming is not None:
+            place.users = 1
+            self._drop(place)
+
+    def _touched(self, name: str) -> None:
+        place = self._place_of[name]
+        if place.users:
+            self._ready(place)
+        elif self._uses is None or not self._uses.borrow(name):
+            raise ReleasedParameterError(
+                f"the data of parameter {name} is released: at ZeRO level 3 each rank keeps only its shard of it",
+                hint="Read it inside `with engine.gathered():`, or use engine.full_state_dict() or "
+                f'engine.grad_of("{name}").',
+            )

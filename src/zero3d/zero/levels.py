@@ -1,0 +1,207 @@
+"""What the levels are. `replica_for` is the one place that reads the number.
+
+    level   weights      optimizer over dp   gradients are held
+    0       whole        no                  whole
+    1       published    yes                 whole (1/dp when reduced every micro-batch)
+    2       published    yes                 1/dp (whole when reduced once a step)
+    3       gathered     yes                 1/dp (whole when reduced once a step)
+
+Levels 1 and 2 differ in when they reduce unless told otherwise: once a step, or once a micro-batch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zero3d import params
+from zero3d.comm.bucket import Bucket, Want, plan_buckets
+from zero3d.comm.flat import Pool
+from zero3d.config import Config
+from zero3d.contracts import Axis
+from zero3d.blueprint import Blueprint
+from zero3d.params import ParamInfo
+from zero3d.precision import Dtypes
+from zero3d.zero.gathered import GatheredWeights
+from zero3d.zero.holding import Holding, Weights
+from zero3d.zero.published import PublishedWeights
+from zero3d.zero.reducer import Lane, Reducer
+from zero3d.zero.replica import ZeroReplica
+from zero3d.zero.shard import Shard
+from zero3d.zero.units import Unit
+from zero3d.zero.whole import WholeWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `[zero]` says; `reduce_every_turn`: once a micro-batch."""
+
+    level: int
+    bucket_bytes: float
+    prefetch: int
+    overlap: bool
+    reduce_every_turn: bool
+
+
+@dataclass(frozen=True)
+class Level:
+    """One row of the table above."""
+
+    weights: Callable[[Axis, Pool, Options], Weights]
+    shards_optimizer: bool
+
+
+LEVELS = {
+    0: Level(lambda axis, pool, options: WholeWeights(), shards_optimizer=False),
+    1: Level(lambda axis, pool, options: PublishedWeights(axis, overlap=options.overlap), shards_optimizer=True),
+    2: Level(lambda axis, pool, options: PublishedWeights(axis, overlap=options.overlap), shards_optimizer=True),
+    3: Level(
+        lambda axis, pool, options: GatheredWeights(
+            axis, pool, prefetch=options.prefetch, overlap=options.overlap
+        ),
+        shards_optimizer=True,
+    ),
+}
+
+
+def options_for(config: Config) -> Options:
+    """What a resolved configuration asks for."""
+    zero = config.zero
+    return Options(
+        level=zero.level,
+        bucket_bytes=zero.bucket_mb * 1e6,
+        prefetch=zero.prefetch,
+        overlap=zero.overlap,
+        reduce_every_turn=zero.reduce == "micro-batch",
+    )
+
+
+def replica_for(
+    options: Options, axis: Axis, blueprint: Blueprint, units: Sequence[Unit], dtypes: Dtypes, device: torch.device
+) -> ZeroReplica:
+    """Builds the replica bucket by bucket: at no time is more than one bucket whole that need not stay whole."""
+    level = LEVELS[options.level]
+    pool = Pool(device)
+    weights = level.weights(axis, pool, options)
+    infos = {info.name: info for info in params.collect(blueprint.model)}
+    holdings: list[Holding] = []
+    shards: list[Shard] = []
+    lanes: list[Lane] = []
+    for bucket in _buckets(units, infos, dtypes, axis.size, options.bucket_bytes):
+        held = [infos[slot.name] for slot in bucket.slots]
+        initial = _initial(bucket, held, blueprint, axis, device)
+        compute = dtypes.compute(held[0])
+        parameters = [(info.name, _parameter(blueprint.model, info, device, compute)) for info in held]
+        holding = weights.adopt(bucket, parameters, _to(initial, compute))
+        holdings.append(holding)
+        if bucket.trainable:
+            shard, lane = _shard_and_lane(holding, initial, level, options, dtypes, axis, pool)
+            shards.append(shard)
+            lanes.append(lane)
+    _place_empty(blueprint, infos, holdings, device, dtypes)
+    _place_buffers(blueprint, axis, device)
+    weights.watch(blueprint.model, units)
+    return ZeroReplica(
+        axis=axis,
+        pool=pool,
+        weights=weights,
+        holdings=holdings,
+        shards=shards,
+        lanes=lanes,
+        reducer=Reducer(axis, lanes[::-1], every_turn=options.reduce_every_turn, overlap=options.overlap),
+    )
+
+
+def _buckets(
+    units: Sequence[Unit], infos: dict[str, ParamInfo], dtypes: Dtypes, ranks: int, limit: float
+) -> list[Bucket]:
+    found = []
+    for unit in units:
+        wants = []
+        for name in unit.names:
+            info = infos[name]
+            compute = dtypes.compute(info)
+            key = (str(compute).removeprefix("torch."), info.trainable)
+            wants.append(Want(name=name, numel=info.numel, itemsize=compute.itemsize, key=key))
+        found += plan_buckets(unit.name, wants, ranks, limit)
+    return found
+
+
+def _initial(
+    bucket: Bucket, infos: Sequence[ParamInfo], blueprint: Blueprint, axis: Axis, device: torch.device
+) -> Tensor:
+    """The whole bucket's first values, fp32 where trainable; the same bits on every rank."""
+    dtype = torch.float32 if infos[0].dtype.is_floating_point else infos[0].dtype
+    flat = torch.zeros(bucket.numel, dtype=dtype)
+    for slot, info in zip(bucket.slots, infos):
+        blueprint.fill(info.name, flat[slot.offset : slot.offset + slot.numel].view(info.shape))
+    flat = flat.to(device)
+    if any(info.name in blueprint.given for info in infos):
+        axis.broadcast(flat.view(torch.uint8), 0, f"first weights of {bucket.label}").wait()
+    return flat
+
+
+def _shard_and_lane(
+    holding: Holding, initial: Tensor, level: Level, options: Options, dtypes: Dtypes, axis: Axis, pool: Pool
+) -> tuple[Shard, Lane]:
+    bucket = holding.bucket
+    mine = bucket.shard(axis.index)
+    span = mine if level.shards_optimizer else slice(0, bucket.numel)
+    part = holding.part
+    master = part if part.dtype == torch.float32 else initial[span].clone()
+    keeps_whole = not level.shards_optimizer or not options.reduce_every_turn
+    held = torch.zeros(bucket.numel if keeps_whole else bucket.shard_numel, dtype=dtypes.held(part.dtype))
+    held = held.to(part.device)
+    landing = held[mine] if keeps_whole else held
+    shard = Shard(
+        bucket=bucket,
+        span=span,
+        master=master,
+        gradient=landing if level.shards_optimizer else held,
+        weights=part,
+        counted=slice(0, bucket.shard_numel) if level.shards_optimizer else mine,
+    )
+    lane = Lane(
+        bucket,
+        kept=None if options.reduce_every_turn else held,
+        landing=landing,
+        spread=None if level.shards_optimizer else held,
+        wire=dtypes.wire(part.dtype),
+        pool=pool,
+    )
+    return shard, lane
+
+
+def _parameter(model: nn.Module, info: ParamInfo, device: torch.device, compute: torch.dtype) -> nn.Parameter:
+    """The user's own parameter object; a new one where the model was built without memory."""
+    parameter = model.get_parameter(info.name)
+    if parameter.is_meta:
+        parameter = nn.Parameter(torch.empty(0, dtype=compute, device=device), requires_grad=info.trainable)
+        parameter.data = torch.empty(info.shape, dtype=compute, device=device)
+        params.replace(model, info, parameter)
+    return parameter
+
+
+def _place_empty(
+    blueprint: Blueprint, infos: dict[str, ParamInfo], holdings: Sequence[Holding], device: torch.device, dtypes: Dtypes
+) -> None:
+    """Parameters without elements sit in a bucket only by company; alone they just move to the device."""
+    placed = {name for holding in holdings for name, _ in holding.parameters}
+    for name, info in infos.items():
+        if name not in placed:
+            _parameter(blueprint.model, info, device, dtypes.compute(info))
+
+
+def _place_buffers(blueprint: Blueprint, axis: Axis, device: torch.device) -> None:
+    """Buffers are small and whole on every rank, with rank 0's values."""
+    for module in blueprint.model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            moved = buffer.to(device).contiguous()
+            setattr(module, name, moved)
+            if moved.numel():
+                axis.broadcast(moved.view(-1).view(torch.uint8), 0, f"buffer {name}").wait()
+
+
+def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)

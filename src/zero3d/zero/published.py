@@ -1,0 +1,74 @@
+"""Levels 1 and 2: weights are whole everywhere; each rank updates its shard and sends it to the others.
+
+The gather of new weights starts as soon as a shard is updated and goes on while later shards are updated and into
+the next forward, which waits, unit by unit, only for what it uses.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+from zero3d.comm.bucket import Bucket
+from zero3d.contracts import Axis, Pending
+from zero3d.zero.guard import Guard
+from zero3d.zero.holding import Holding, point_at
+from zero3d.zero.shard import Shard
+from zero3d.zero.units import Unit
+
+
+class PublishedWeights:
+    """`Weights` whose shards are gathered once a step, after the update."""
+
+    def __init__(self, axis: Axis, *, overlap: bool) -> None:
+        self._axis = axis
+        self._overlap = overlap
+        self._holdings: dict[Bucket, Holding] = {}
+        self._guards: dict[Bucket, Guard] = {}
+        self._coming: dict[Bucket, Pending] = {}
+        self._bucket_of: dict[str, Bucket] = {}
+
+    def adopt(self, bucket: Bucket, parameters: Sequence[tuple[str, nn.Parameter]], initial: Tensor) -> Holding:
+        point_at(parameters, bucket, initial)
+        part = initial[bucket.shard(self._axis.index)]
+        holding = Holding(bucket=bucket, parameters=parameters, flat=initial, part=part)
+        self._holdings[bucket] = holding
+        self._guards[bucket] = Guard(parameters, self._wait_for)
+        self._bucket_of.update((name, bucket) for name, _ in parameters)
+        return holding
+
+    def watch(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        for unit in units:
+            unit.module.register_forward_pre_hook(lambda *_, names=unit.needs: self._wait_for(*names))
+
+    def publish(self, shard: Shard) -> None:
+        shard.narrow()
+        bucket = shard.bucket
+        flat = self._holdings[bucket].flat
+        self._coming[bucket] = self._axis.all_gather(flat, shard.weights, f"weights of {bucket.label}")
+        self._guards[bucket].close()
+        if not self._overlap:
+            self._receive(bucket)
+
+    def end_turn(self) -> None:
+        return None
+
+    def open(self) -> None:
+        for bucket in list(self._coming):
+            self._receive(bucket)
+
+    def close(self) -> None:
+        return None
+
+    def held(self) -> Iterable[tuple[str, Tensor]]:
+        return [("weights", holding.flat) for holding in self._holdings.values()]
+
+    def _wait_for(self, *names: str) -> None:
+        if self._coming:
+            for name in names:
+                self._receive(self._bucket_of[name])
+
+    def _receive(self, bucket: Bucket) -> None:
+        pending = self._coming.pop(bucket, None)
+        if pending is not None:
+            pending.wait()
+            self._guards[bucket].open()

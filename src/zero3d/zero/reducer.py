@@ -1,0 +1,189 @@
+"""Gradients as autograd makes them -> sums over ranks and micro-batches, while backward goes on.
+
+Each trainable bucket is a lane. Its gradients are collected in one flat buffer; when all are there the buffer is
+reduce-scattered. Lanes start strictly in one order, the same on every rank, whatever order the gradients come in:
+the reverse of the model's. What a rank did not compute counts as zero.
+
+    once a step         micro-batches are added in the lane's own buffer, reduced in the last turn
+    once a micro-batch  the buffer is lent by a pool, reduced in every turn and added to the shard
+
+Both are one code path: they differ in whose buffer collects, and in whether the landed sum replaces or adds.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zero3d.comm.bucket import Bucket
+from zero3d.comm.flat import Pool
+from zero3d.contracts import Axis, Pending
+from zero3d.errors import DivergedError
+
+IN_FLIGHT = 3
+"""Reductions under way at once; the next one waits for the oldest, which bounds the memory they use."""
+
+
+class Lane:
+    """One bucket on its way to be reduced.
+
+    kept:     [numel], sums of micro-batches, or None where each micro-batch is reduced by itself
+    landing:  [numel / dp], receives my part of the sum over ranks
+    spread:   [numel], whose part `landing` is, to be gathered at the end (level 0), or None
+    """
+
+    def __init__(
+        self, bucket: Bucket, *, kept: Tensor | None, landing: Tensor, spread: Tensor | None, wire: torch.dtype, pool: Pool
+    ) -> None:
+        self.bucket = bucket
+        self.landing = landing
+        self.spread = spread
+        self.fires = [0] * len(bucket.slots)
+        self.arrivals = [0] * len(bucket.slots)
+        self.started = False
+        self.kept = kept
+        self.wire = wire
+        self._pool = pool
+        self._expected = [1] * len(bucket.slots)
+        self._buffer: Tensor | None = None
+        self._first = True
+
+    def begin(self, first: bool) -> None:
+        self._first = first
+        self.started = False
+        self.fires = [0] * len(self.fires)
+        if first:
+            self.arrivals = [0] * len(self.arrivals)
+
+    @property
+    def complete(self) -> bool:
+        return all(fires >= expected for fires, expected in zip(self.fires, self._expected))
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """A gradient of parameter `index`; a second one in the same turn adds to the first."""
+        if self.started:
+            raise DivergedError(
+                f"a gradient of {self.bucket.slots[index].name} came after its reduction had started",
+                hint="A parameter gave more gradients in one backward than before (reentrant checkpointing of a "
+                "reused module?). Set zero.overlap = false.",
+            )
+        part = self._collecting(self._slot(index))
+        if self.fires[index] or (self.kept is not None and not self._first):
+            part.add_(gradient)
+        else:
+            part.copy_(gradient)
+        self.fires[index] += 1
+        self.arrivals[index] += 1
+
+    def close(self) -> None:
+        """What did not arrive is zero."""
+        for index, fires in enumerate(self.fires):
+            if not fires and (self.kept is None or self._first):
+                self._collecting(self._slot(index)).zero_()
+        self._expected = [max(fires, before) for fires, before in zip(self.fires, self._expected)]
+
+    def start(self, axis: Axis) -> Pending:
+        """Sends what was collected; `landing` holds its sum, added to the turns before, when the result is waited for."""
+        self.started = True
+        label = self.bucket.label
+        if self.kept is not None and self.kept.dtype == self.wire:
+            return axis.reduce_scatter(self.landing, self.kept, label)
+        if self.kept is not None:
+            self._buffer = self._pool.take(self.bucket.numel, self.wire)
+            self._buffer.copy_(self.kept)
+        assert self._buffer is not None
+        return axis.reduce_scatter(self.landing, self._buffer, label, add=self.kept is None and not self._first)
+
+    def landed(self) -> None:
+        """The buffer is free again."""
+        if self._buffer is not None:
+            self._pool.give(self._buffer, self._key)
+            self._buffer = None
+
+    @property
+    def _key(self) -> object:
+        """Buffers are shared by buckets of one make-up, so that the gaps between slots stay zero."""
+        return None if self.kept is not None else tuple((slot.offset, slot.numel) for slot in self.bucket.slots)
+
+    def _slot(self, index: int) -> slice:
+        slot = self.bucket.slots[index]
+        return slice(slot.offset, slot.offset + slot.numel)
+
+    def _collecting(self, span: slice) -> Tensor:
+        if self.kept is not None:
+            return self.kept[span]
+        if self._buffer is None:
+            self._buffer = self._pool.take(self.bucket.numel, self.wire, self._key)
+        return self._buffer[span]
+
+
+class Reducer:
+    """Runs the lanes (given in the order in which they start) over the turns of a step."""
+
+    def __init__(self, axis: Axis, lanes: Sequence[Lane], *, every_turn: bool, overlap: bool) -> None:
+        self._axis = axis
+        self._lanes = lanes
+        self._every_turn = every_turn
+        self._overlap = overlap
+        self._flying: deque[tuple[Lane, Pending, bool]] = deque()
+        self._next = 0
+        self._reducing = False
+        self._last = False
+        self._tasks: set[int] = set()
+
+    def begin(self, first: bool, last: bool) -> None:
+        self._next = 0
+        self._last = last
+        self._reducing = last or self._every_turn
+        self._tasks = set()
+        for lane in self._lanes:
+            if self._every_turn:
+                self._land(lane)
+            lane.begin(first)
+
+    def arrived(self, lane: Lane, index: int, gradient: Tensor) -> None:
+        """Called by autograd. In a backward inside a backward (reentrant checkpointing) one parameter may come
+        again later, so nothing starts before the end."""
+        lane.add(index, gradient)
+        self._tasks.add(torch._C._current_graph_task_id())
+        if self._reducing and self._overlap and len(self._tasks) == 1:
+            self._start_complete()
+
+    def end(self) -> None:
+        for lane in self._lanes:
+            if not lane.started:
+                lane.close()
+        if self._reducing:
+            while self._next < len(self._lanes):
+                self._start(self._lanes[self._next])
+        if not self._overlap:
+            self.finish()
+
+    def finish(self) -> None:
+        while self._flying:
+            self._land_oldest()
+
+    def _start_complete(self) -> None:
+        while self._next < len(self._lanes) and self._lanes[self._next].complete:
+            self._lanes[self._next].close()
+            self._start(self._lanes[self._next])
+
+    def _start(self, lane: Lane) -> None:
+        while len(self._flying) >= IN_FLIGHT:
+            self._land_oldest()
+        self._flying.append((lane, lane.start(self._axis), self._last and lane.spread is not None))
+        self._next += 1
+
+    def _land(self, lane: Lane) -> None:
+        while any(flying is lane for flying, _, _ in self._flying):
+            self._land_oldest()
+
+    def _land_oldest(self) -> None:
+        lane, pending, spreads = self._flying.popleft()
+        pending.wait()
+        lane.landed()
+        if spreads:
+            assert lane.spread is not None
+            gathered = self._axis.all_gather(lane.spread, lane.landing, f"gradient of {lane.bucket.label}")
+            self._flying.append((lane, gathered, False))

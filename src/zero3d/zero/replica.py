@@ -1,0 +1,126 @@
+"""My copy of the model over dp: buckets, shards and lanes put together; the same for every level."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from zero3d.comm.flat import Pool
+from zero3d.contracts import Axis
+from zero3d.params import ParamInfo
+from zero3d.zero.holding import Holding, Weights
+from zero3d.zero.reducer import Lane, Reducer
+from zero3d.zero.shard import Shard
+
+
+class ZeroReplica:
+    """The `Replica` of every level; what differs is `weights`, and what shards and lanes were made with."""
+
+    def __init__(
+        self,
+        *,
+        axis: Axis,
+        pool: Pool,
+        weights: Weights,
+        holdings: Sequence[Holding],
+        shards: Sequence[Shard],
+        lanes: Sequence[Lane],
+        reducer: Reducer,
+    ) -> None:
+        self.shards = shards
+        self._axis = axis
+        self._pool = pool
+        self._weights = weights
+        self._holdings = holdings
+        self._lanes = lanes
+        self._reducer = reducer
+        for lane, shard_holding in zip(lanes, [holding for holding in holdings if holding.bucket.trainable]):
+            for index, (_, parameter) in enumerate(shard_holding.parameters):
+                parameter.register_post_accumulate_grad_hook(self._hook(lane, index))
+
+    @contextmanager
+    def turn(self, stage: int, first: bool, last: bool) -> Iterator[None]:
+        """Round one backward. Gradients of parameters that it does not reach count as zero."""
+        self._reducer.begin(first, last)
+        yield
+        self._reducer.end()
+        self._weights.end_turn()
+
+    def finish(self) -> Sequence[Shard]:
+        self._reducer.finish()
+        return self.shards
+
+    def publish(self, shards: Iterable[Shard]) -> None:
+        for shard in shards:
+            self._weights.publish(shard)
+
+    def arrivals(self) -> dict[str, int]:
+        """How many gradients each trainable parameter got on this rank in the step."""
+        return {
+            slot.name: count for lane in self._lanes for slot, count in zip(lane.bucket.slots, lane.arrivals)
+        }
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All parameters are whole and plain inside."""
+        self._weights.open()
+        try:
+            yield
+        finally:
+            self._weights.close()
+
+    def whole(self, infos: Sequence[ParamInfo]) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole tensor in the user's dtype) bucket by bucket; trainable ones from the master weights."""
+        shapes = {info.name: info for info in infos}
+        masters = {shard.bucket: shard.master for shard in self.shards}
+        for holding in self._holdings:
+            part = masters.get(holding.bucket, holding.part)
+            yield from self._tensors(holding, part, shapes)
+
+    def gradient_of(self, info: ParamInfo) -> Tensor:
+        """The whole sum over ranks and micro-batches of one trainable parameter's gradient."""
+        for holding, shard in zip([h for h in self._holdings if h.bucket.trainable], self.shards):
+            if any(name == info.name for name, _ in holding.parameters):
+                return dict(self._tensors(holding, shard.gradient, {info.name: info}))[info.name]
+        raise KeyError(info.name)
+
+    def wire_dtypes(self) -> list[torch.dtype]:
+        """Of gradients as they travel, lane by lane."""
+        return [lane.wire for lane in self._lanes]
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """(kind, tensor) of all that the replica holds; tensors may share memory."""
+        yield from self._weights.held()
+        for lane in self._lanes:
+            for tensor in (lane.landing, lane.kept, lane.spread):
+                if tensor is not None:
+                    yield "gradients", tensor
+        for shard in self.shards:
+            yield ("weights" if shard.weights.data_ptr() == shard.master.data_ptr() else "optimizer"), shard.master
+        for buffer in self._pool:
+            yield "buffers", buffer
+
+    def _tensors(
+        self, holding: Holding, part: Tensor, infos: dict[str, ParamInfo]
+    ) -> Iterator[tuple[str, Tensor]]:
+        whole = part
+        if part.numel() < holding.bucket.numel:
+            whole = torch.empty(holding.bucket.numel, dtype=part.dtype, device=part.device)
+            self._axis.all_gather(whole, part, f"whole {holding.bucket.label}").wait()
+        for slot in holding.bucket.slots:
+            info = infos.get(slot.name)
+            if info is not None:
+                flat = whole[slot.offset : slot.offset + slot.numel]
+                yield info.name, flat.view(info.shape).to(info.dtype, copy=True)
+
+    def _hook(self, lane: Lane, index: int):  # type: ignore[no-untyped-def]
+        def arrived(parameter: nn.Parameter) -> None:
+            gradient = parameter.grad
+            assert gradient is not None
+            parameter.grad = None
+            if gradient.layout != torch.strided:
+                gradient = gradient.to_dense()
+            self._reducer.arrived(lane, index, gradient.reshape(-1))
+
+        return arrived

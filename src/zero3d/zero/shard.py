@@ -1,0 +1,37 @@
+"""A shard: what the optimizer, clipping, checkpoints and offload see of a bucket, whatever level made it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from zero3d.comm.bucket import Bucket, Piece
+
+
+@dataclass(eq=False, kw_only=True)
+class Shard:
+    """Elements `span` of a trainable bucket, held by this rank.
+
+    master:   fp32 [n], what the optimizer updates
+    gradient: [n], the sum over ranks and micro-batches, not yet divided by the number of counted targets
+    weights:  [n], in the dtype that the model computes in; the same memory as `master` where that is fp32
+    counted:  the part of the shard that counts in sums over dp (at level 0 every rank holds all)
+    """
+
+    bucket: Bucket
+    span: slice
+    master: Tensor
+    gradient: Tensor
+    weights: Tensor
+    counted: slice
+
+    @cached_property
+    def pieces(self) -> Sequence[Piece]:
+        """The parameters' parts in this shard; offsets are the shard's own."""
+        return tuple(self.bucket.pieces(self.span))
+
+    def narrow(self) -> None:
+        """The model's weights become the master weights, rounded to their dtype."""
+        if self.weights.data_ptr() != self.master.data_ptr():
+            self.weights.copy_(self.master)

@@ -1,0 +1,168 @@
+"""Level 3: who uses which weights, and when. Forward hooks and gradient hooks; no graph is changed.
+
+A unit uses its weights from before its forward to after it, and again from the moment the gradient of its output
+is known to the moment the gradients of its inputs are. Blocks are gathered ahead in the order of the forward
+before. The modules outside the blocks are held by the whole forward, and again by the whole backward: their
+gathers start at these two fixed points on every rank, so ranks may take different branches among them.
+A forward inside a backward is a recomputation: its gathers follow no order of their own. What it computes may be
+differentiated at once (reentrant checkpointing) or never (the other kind); both come out right, as a visit that is
+never differentiated holds nothing.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from zero3d.zero.holding import in_backward, needs_grad
+from zero3d.zero.units import Unit
+
+
+class Store(Protocol):
+    """What `GatheredWeights` offers: all take parameter names."""
+
+    def hold(self, names: Iterable[str]) -> None: ...
+    def ready(self, names: Iterable[str]) -> None: ...
+    def drop(self, names: Iterable[str]) -> None: ...
+    def start(self, names: Iterable[str]) -> None: ...
+
+
+class Visit:
+    """One forward of a unit and the backward that belongs to it."""
+
+    def __init__(self, uses: "Uses", names: Sequence[str], before: "Visit | None", root: "Visit | None") -> None:
+        self._uses = uses
+        self.names = names
+        self.before = before
+        self._root = root
+        self._state = "forward"
+
+    def begin_backward(self, *_: Any) -> None:
+        if self._root is not None:
+            self._root.begin_backward()
+        if self._state == "forward":
+            self._state = "backward"
+            self._uses.began(self)
+
+    def end_backward(self, *_: Any) -> None:
+        if self._state == "backward":
+            self._state = "over"
+            self._uses.ended(self)
+
+
+class Uses:
+    """Watches the forwards of `model` and its units."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], store: Store, prefetch: int) -> None:
+        self._store = store
+        self._prefetch = prefetch
+        self._outside = [name for unit in units if not unit.is_block for name in unit.names]
+        self._order: list[Sequence[str]] = []
+        self._seen: list[Sequence[str]] = []
+        self._root: Visit | None = None
+        self._last: Visit | None = None
+        self._open: dict[Visit, None] = {}
+        self._inside: list[tuple[Unit, list[Tensor]]] = []
+        for unit in units:
+            unit.module.register_forward_pre_hook(_with(unit, self._enter), with_kwargs=True, prepend=True)
+            unit.module.register_forward_hook(_with(unit, self._leave), always_call=True)
+        model.register_forward_pre_hook(self._enter_model, prepend=True)
+        model.register_forward_hook(self._leave_model, always_call=True)
+
+    def end_turn(self) -> None:
+        for visit in list(self._open):
+            visit.end_backward()
+
+    def began(self, visit: Visit) -> None:
+        self._open[visit] = None
+        self._store.hold(visit.names)
+        self._store.ready(visit.names)
+        ahead = visit.before
+        for _ in range(self._prefetch):
+            if ahead is not None:
+                self._store.start(ahead.names)
+                ahead = ahead.before
+
+    def ended(self, visit: Visit) -> None:
+        del self._open[visit]
+        self._store.drop(visit.names)
+
+    def borrow(self, name: str) -> bool:
+        """A forward touches weights outside the module that owns them: the model holds them from now on."""
+        if self._root is None or in_backward():
+            return False
+        self._outside.append(name)
+        self._root.names = [*self._root.names, name]
+        self._store.hold([name])
+        self._store.ready([name])
+        return True
+
+    def _enter_model(self, module: nn.Module, args: Any) -> None:
+        if in_backward():
+            return
+        self._root = Visit(self, list(self._outside), None, None)
+        self._last = None
+        self._order, self._seen = self._seen, []
+        self._store.hold(self._root.names)
+
+    def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        if in_backward() or self._root is None:
+            return
+        visit, self._root = self._root, None
+        self._store.drop(visit.names)
+        for tensor in needs_grad(tensors_in(output)):
+            tensor.register_hook(visit.begin_backward)
+
+    def _enter(self, unit: Unit, args: Any, kwargs: Any) -> None:
+        self._inside.append((unit, needs_grad(tensors_in((args, kwargs)))))
+        self._store.hold(unit.needs)
+        self._store.ready(unit.needs)
+        if in_backward():
+            return
+        position = len(self._seen)
+        self._seen.append(unit.needs)
+        if self._order[position : position + 1] == [unit.needs]:
+            for names in self._order[position + 1 : position + 1 + self._prefetch]:
+                self._store.start(names)
+
+    def _leave(self, unit: Unit, args: Any, output: Any) -> None:
+        while self._inside:
+            entered, inputs = self._inside.pop()
+            self._store.drop(entered.needs)
+            if entered is unit:
+                break
+        else:
+            return
+        outputs = needs_grad(tensors_in(output))
+        if not outputs:
+            return
+        visit = Visit(self, unit.needs, self._last, self._root)
+        if not in_backward():
+            self._last = visit
+        for tensor in outputs:
+            tensor.register_hook(visit.begin_backward)
+        if inputs:
+            register_multi_grad_hook(inputs, visit.end_backward, mode="all")
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists, dicts and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from tensors_in(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from tensors_in(inner)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def _with(unit: Unit, method: Any) -> Any:
+    """A module hook that hands the unit, not the module, to `method`."""
+    return lambda module, *rest: method(unit, *rest)

@@ -1,0 +1,41 @@
+"""Level 0: every rank keeps all weights and updates them all."""
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+from zero3d.comm.bucket import Bucket
+from zero3d.zero.holding import Holding, point_at
+from zero3d.zero.shard import Shard
+from zero3d.zero.units import Unit
+
+
+class WholeWeights:
+    """Nothing moves: a rank that has the whole gradient makes the whole update."""
+
+    def __init__(self) -> None:
+        self._holdings: list[Holding] = []
+
+    def adopt(self, bucket: Bucket, parameters: Sequence[tuple[str, nn.Parameter]], initial: Tensor) -> Holding:
+        point_at(parameters, bucket, initial)
+        holding = Holding(bucket=bucket, parameters=parameters, flat=initial, part=initial)
+        self._holdings.append(holding)
+        return holding
+
+    def watch(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        return None
+
+    def publish(self, shard: Shard) -> None:
+        shard.narrow()
+
+    def end_turn(self) -> None:
+        return None
+
+    def open(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+    def held(self) -> Iterable[tuple[str, Tensor]]:
+        return [("weights", holding.flat) for holding in self._holdings]

@@ -1,0 +1,50 @@
+"""Verbs, options and exit codes that programs and habits rely on: a change here is a change for users."""
+
+import subprocess
+import sys
+
+import typer.main
+
+from zero3d.cli.main import app
+from zero3d.cli.train import INTERRUPTED
+
+SURFACE = {
+    "zero3d": ["--version"],
+    "train": ["CONFIG", "-n/--ranks", "--set", "--json", "--allow-code", "--debug"],
+}
+
+
+def test_verbs_and_options() -> None:
+    group = typer.main.get_command(app)
+    found = {"zero3d": _options(group)}
+    for name, command in group.commands.items():  # type: ignore[attr-defined]
+        found[name] = _options(command)
+    assert found == SURFACE
+
+
+def _options(command: object) -> list[str]:
+    parameters = command.params  # type: ignore[attr-defined]
+    names = ["/".join(one.opts) if one.opts[0].startswith("-") else one.metavar for one in parameters]
+    return [name for name in names if not name.endswith("--help")]
+
+
+def test_interrupted_leaves_with_130() -> None:
+    assert INTERRUPTED == 130
+
+
+def test_help_and_version_answer_without_torch() -> None:
+    for words in (["--help"], ["train", "--help"], ["--version"]):
+        code = (
+            f"import sys; sys.argv[1:] = {words!r}\n"
+            "from zero3d.cli.main import entry\n"
+            "try: entry()\n"
+            "finally: assert 'torch' not in sys.modules"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "zero3d" in done.stdout
+
+
+def test_a_verb_that_does_not_exist_leaves_with_2() -> None:
+    done = subprocess.run([sys.executable, "-m", "zero3d", "trian"], capture_output=True, text=True)
+    assert done.returncode == 2 and "train" in done.stderr
