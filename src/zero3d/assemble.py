@@ -60,7 +60,7 @@ def assemble(
     dtypes = dtypes_for(config)
     dtypes.check(infos)
     rule = rule_for(optimizer, config.optimizer, infos)
-    path, blocks = find_blocks(model, config.model.blocks)
+    _, blocks = find_blocks(model, config.model.blocks)
     if config.recompute.mode == "block" and not blocks:
         raise UsageError(
             'recompute.mode = "block", and no list of repeated blocks was found in the model',

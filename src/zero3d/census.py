@@ -55,7 +55,11 @@ def dtypes(parts: Parts) -> list[tuple[str, str]]:
         "sums over ranks": [torch.float32],
         "optimizer state": [tensor.dtype for tensor in state] or [shard.master.dtype for shard in shards],
     }
-    return [(what, ", ".join(sorted({str(one).removeprefix("torch.") for one in found}))) for what, found in rows.items()]
+    return [(what, _names(found)) for what, found in rows.items()]
+
+
+def _names(found: Iterable[torch.dtype]) -> str:
+    return ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in found}))
 
 
 def _fresh_bytes(storages: Iterable[torch.UntypedStorage], seen: set[int]) -> int:

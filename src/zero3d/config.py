@@ -197,9 +197,7 @@ class Config(Section):
         return self
 
     @classmethod
-    def load(
-        cls, source: "Config | Mapping[str, Any] | str | Path", overrides: Sequence[str] = ()
-    ) -> "Config":
+    def load(cls, source: "Config | Mapping[str, Any] | str | Path", overrides: Sequence[str] = ()) -> "Config":
         """A checked configuration from a TOML file's path, a dict of sections, or another Config.
 
         `overrides` are `section.key=value` texts. All that is wrong becomes one `ConfigError`.

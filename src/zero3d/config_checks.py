@@ -63,9 +63,7 @@ def _model_problems(config: "Config") -> Iterator[Problem]:
     elif model.width % (2 * model.heads):
         # Rotary positions turn features in pairs, so a head's width is even.
         fits = [heads for heads in range(1, model.width // 2 + 1) if model.width % (2 * heads) == 0]
-        near = [one for one in fits if one < model.heads][-1:] + [one for one in fits if one > model.heads][
-            :1
-        ]
+        near = [one for one in fits if one < model.heads][-1:] + [one for one in fits if one > model.heads][:1]
         yield Problem(
             "model.heads",
             f"model.width = {model.width} does not divide into model.heads = {model.heads} of even width",

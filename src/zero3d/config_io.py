@@ -102,9 +102,7 @@ def explain(
         if problem["type"] == "extra_forbidden":
             texts.setdefault(dotted, _unknown(path, schema, other_words))
         elif len(path) == 1:
-            texts.setdefault(
-                dotted, (f"{dotted} is a section, not a key", f"Write [{dotted}] above its keys.")
-            )
+            texts.setdefault(dotted, (f"{dotted} is a section, not a key", f"Write [{dotted}] above its keys."))
         else:
             taken = expected(schema[path[0]][path[1]])
             given = json.dumps(problem["input"], default=str) if problem["type"] != "missing" else "fewer"
@@ -154,9 +152,9 @@ def expected(schema: Mapping[str, Any]) -> str:
             return f"a list of {len(schema['prefixItems'])}, each {expected(schema['prefixItems'][0])}"
         return f"a list, each {expected(schema['items'])}"
     noun = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
-    limits = (("minimum", "at least"), ("exclusiveMinimum", "above"), ("maximum", "at most"))
-    limits += (("exclusiveMaximum", "below"),)
-    bounds = [f"{words} {schema[name]:g}" for name, words in limits if name in schema]
+    limits = {"minimum": "at least", "exclusiveMinimum": "above"}
+    limits |= {"maximum": "at most", "exclusiveMaximum": "below"}
+    bounds = [f"{words} {schema[name]:g}" for name, words in limits.items() if name in schema]
     return " ".join((noun[schema["type"]], " and ".join(bounds))).rstrip()
 
 

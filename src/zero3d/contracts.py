@@ -1,9 +1,9 @@
 """The narrow interfaces between the parts. Everything else is hidden behind one of these.
 
-    batch ──> step ──> runtime ──(action)──> Stage ──> the user's module
-                │          └──(turn)───> Replica ──> Axis ──> ranks
-                │                            └── Shard
-                └──(shards)──> Optimizer
+batch ──> step ──> runtime ──(action)──> Stage ──> the user's module
+            │          └──(turn)───> Replica ──> Axis ──> ranks
+            │                            └── Shard
+            └──(shards)──> Optimizer
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """Engine: a model, a loss and an optimizer that train as a configuration says."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -138,7 +138,8 @@ class Engine:
         micro_batches = self._split(batch)
         self.model.train()
         steps = self.config.run.steps
-        done = train_step(self._parts, micro_batches, self._steps, factor(self._updates, steps, self.config.optimizer))
+        lr = factor(self._updates, steps, self.config.optimizer)
+        done = train_step(self._parts, micro_batches, self._steps, lr)
         self._check(done, micro_batches)
         self._sample, self._last = micro_batches[0], done
         self._steps += 1
@@ -156,7 +157,7 @@ class Engine:
         )
 
     def evaluate(self, batch: Batch) -> EvaluateReport:
-        """The loss of `batch` without gradients or dropout; modules' training flags are as before after it. Collective."""
+        """The loss of `batch` without gradients or dropout; training flags are as before after it. Collective."""
         with self._evaluating():
             totals = evaluate_step(self._parts, self._split(batch))
         return EvaluateReport(loss=totals.loss / max(totals.count, 1), tokens=totals.count)
@@ -168,18 +169,16 @@ class Engine:
             yield self.model
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Whole tensors under the user's own names, ties and persistent buffers too, in the dtypes that the model was
-        made with; trained ones from the fp32 master weights. On every rank. Collective."""
-        whole = dict(self._parts.replica.whole(self._parts.infos))
+        """Whole tensors under the user's own names, ties and persistent buffers too, in the dtypes that the model
+        was made with; trained ones from the master weights. On every rank. Collective."""
+        found = dict(self._parts.replica.whole(self._parts.infos))
+        whole: dict[str, Tensor] = {}
         for info in self._parts.infos:
-            if info.name not in whole:
-                whole[info.name] = torch.empty(info.shape, dtype=info.dtype, device=self.device)
-            whole.update((tie, whole[info.name]) for tie in info.ties)
+            tensor = found.get(info.name, torch.empty(0, device=self.device)).view(info.shape).to(info.dtype)
+            whole.update((name, tensor) for name in (info.name, *info.ties))
         with self._parts.replica.gathered():
             names = self.model.state_dict(keep_vars=True)
-        return {
-            name: whole[name] if name in whole else tensor.detach().clone() for name, tensor in names.items()
-        }
+        return {name: whole[name] if name in whole else tensor.detach().clone() for name, tensor in names.items()}
 
     def grad_of(self, name: str) -> Tensor:
         """The whole gradient of the last step's mean loss with respect to parameter `name`, fp32 and before
@@ -189,15 +188,14 @@ class Engine:
             raise UsageError(f"parameter {name} is frozen and has no gradient")
         if self._last is None:
             raise UsageError(f"there is no gradient of {name} yet", hint="Call engine.step(batch) first.")
-        gradient = self._parts.replica.gradient_of(info).float()
-        return gradient.div_(self._last.divisor).view(info.shape)
+        return self._parts.replica.gradient_of(info).float().div_(self._last.divisor)
 
     def dtype_plan(self) -> list[tuple[str, str]]:
-        """(what, dtype) of weights, master weights, gradients, what travels, and optimizer state, as they really are."""
+        """(what, dtype) of weights, master weights, gradients, what travels and optimizer state, as they are now."""
         return census.dtypes(self._parts)
 
     def held_bytes(self) -> dict[str, list[int]]:
-        """kind -> bytes on each rank. Activations are those of one micro-batch at the end of its forward. Collective."""
+        """kind -> bytes on each rank. Activations: of one micro-batch, after its forward. Collective."""
         mine = census.held(self._parts)
         with self._evaluating(train=True):
             mine["activations"] = census.activations(self._parts, self._sample)
@@ -232,8 +230,9 @@ class Engine:
             return
         rows = first_non_finite(self._parts, micro_batches, self._steps)
         skips = f" in {self._parts.scaler.bad_steps} steps in a row" if self._parts.scaler.enabled else ""
+        found = "; ".join(rows) or "every rank's own are, their sum is not"
         raise NonFiniteError(
-            f"loss or gradients are not finite{skips} (step {self._steps}): {'; '.join(rows) or 'in the sum over ranks'}",
+            f"loss or gradients are not finite{skips} (step {self._steps}): {found}",
             hint="The weights are those before this step. Look at that module's input, or lower the learning rate.",
         )
 
@@ -259,8 +258,4 @@ class Engine:
         numbers = torch.zeros(size, len(mine), dtype=torch.int64, device=self.device)
         numbers[self.dp_index] = torch.tensor(list(mine.values()), device=self.device)
         self._parts.axis.inner.all_reduce(numbers.view(-1), "report").wait()
-        return dict(zip(mine, _columns(numbers)))
-
-
-def _columns(table: Tensor) -> Iterable[list[int]]:
-    return table.t().tolist()  # type: ignore[no-any-return]
+        return dict(zip(mine, numbers.t().tolist()))

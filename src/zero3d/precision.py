@@ -99,7 +99,7 @@ def dtypes_for(config: Config) -> Dtypes:
 def native_bf16() -> bool:
     """Whether products in bf16 are no slower than in fp32 here: a GPU, or a CPU with instructions for them."""
     if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported()
+        return bool(torch.cuda.is_bf16_supported())
     cpu = torch.backends.cpu.get_cpu_capability()
     has = getattr(torch.cpu, "_is_amx_tile_supported", None), getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     return "AVX512" in cpu and any(check is not None and check() for check in has)

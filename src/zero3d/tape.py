@@ -66,7 +66,7 @@ class Ref:
         return in_order and numel * self.dtype.itemsize == self.cell.num_bytes
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
-        view: Tensor = torch.empty(0, dtype=self.dtype)
+        view: Tensor = torch.empty(0, dtype=self.dtype, device=CPU)
         return view.set_(storage, self.offset, self.size, self.stride)
 
 
@@ -202,7 +202,7 @@ def replay(target: Ref, entries: Iterable[Entry], seed: int) -> Tensor:
 
 
 def _fresh(num_bytes: int) -> torch.UntypedStorage:
-    return torch.empty(num_bytes, dtype=torch.uint8).untyped_storage()
+    return torch.empty(num_bytes, dtype=torch.uint8, device=CPU).untyped_storage()
 
 
 def _as_recorded(output: Tensor, ref: Ref) -> torch.UntypedStorage:

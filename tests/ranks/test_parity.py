@@ -42,12 +42,8 @@ def config(level: int, reduce: str, micro_batch: int, precision: str, **zero: ob
 def train(options: dict[str, object], ranks: int) -> Trace:
     model = tiny.tiny()
     engine = zero3d.Engine(model, tiny.loss, tiny.adamw, options)
-    reports = [
-        engine.step(tiny.part(batch, engine.rank, ranks)) for batch in tiny.batches(STEPS, SAMPLES)
-    ]
-    return Trace(
-        [one.loss for one in reports], [one.grad_norm for one in reports], engine.full_state_dict()
-    )
+    reports = [engine.step(tiny.part(batch, engine.rank, ranks)) for batch in tiny.batches(STEPS, SAMPLES)]
+    return Trace([one.loss for one in reports], [one.grad_norm for one in reports], engine.full_state_dict())
 
 
 def train_reference(ranks: int, micro_batch: int) -> reference.Trace:

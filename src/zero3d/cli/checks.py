@@ -33,6 +33,15 @@ def choose_ranks(config: Config, asked: int | None) -> int:
     return machine.gpus() or machine.cpu_cores()
 
 
+def check_started(asked: int | None, world: int) -> None:
+    """Where a launcher has started the ranks, -n can only say the same number."""
+    if asked is not None and asked != world:
+        raise ConfigError(
+            f"-n {asked}, and a launcher has started {world} rank{'s' * (world > 1)}",
+            hint="Leave -n out and tell the launcher how many to start.",
+        )
+
+
 def check_ranks(config: Config, ranks: int) -> None:
     """The layout and the batch fit the number of ranks, and so does bare memory."""
     config.resolved(ranks, native_bf16=False)
@@ -80,11 +89,15 @@ def check_model(config: Config, prepared: Prepared, ranks: int, allow_code: bool
     from zero3d.optim.rule import rule_for
     from zero3d.params import collect
 
-    build = build_function(
-        config.model, prepared.vocabulary, config.data.sequence_length, allow_code=allow_code
-    )
-    with torch.device("meta"):
-        infos = collect(build())
+    build = build_function(config.model, prepared.vocabulary, config.data.sequence_length, allow_code=allow_code)
+    try:
+        with torch.device("meta"):
+            infos = collect(build())
+    except ConfigError:
+        raise
+    except Exception:
+        # Code of the user's own that needs real tensors: what the ranks say of it is closer to the cause.
+        return
     rule_for(config.optimizer.name, config.optimizer, infos)
     resolved = config.resolved(ranks, native_bf16=False)
     if machine.gpus():

@@ -28,9 +28,7 @@ class Failure:
 class ReportedError(Zero3dError):
     """An error as a rank described it; `trace` is its traceback."""
 
-    def __init__(
-        self, message: str, *, exit_code: int, hint: str = "", where: str = "", trace: str = ""
-    ) -> None:
+    def __init__(self, message: str, *, exit_code: int, hint: str = "", where: str = "", trace: str = "") -> None:
         super().__init__(message, hint=hint, where=where)
         self.exit_code = exit_code
         self.trace = trace
@@ -55,7 +53,7 @@ def describe(error: BaseException, rank: int, seconds: float, trace: str) -> dic
 
 def is_echo(error: BaseException) -> bool:
     """Whether it says no more than that another rank does not answer."""
-    text = str(error).lower()
+    text = str(error).lower() if not isinstance(error, OSError) else ""
     return isinstance(error, RankFailedError) or any(words in text for words in LOST)
 
 
@@ -71,6 +69,8 @@ def as_known(error: BaseException) -> Zero3dError:
         )
     if isinstance(error, OSError) and error.errno in (28, 122):
         return OutOfSpaceError(f"no space left: {text}", hint="Free some, or set run.out to another disk.")
+    if isinstance(error, BrokenPipeError):
+        return Zero3dError("nobody reads the output any more, so the run has stopped")
     return RankFailedError(
         f"{type(error).__name__}: {text}" if text else type(error).__name__,
         hint="Run again with --debug for the traceback.",

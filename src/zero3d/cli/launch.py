@@ -66,9 +66,7 @@ def run_ranks(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def rank_environment(
-    rank: int, ranks: int, port: int, inherited: Mapping[str, str], *, debug: bool
-) -> dict[str, str]:
+def rank_environment(rank: int, ranks: int, port: int, inherited: Mapping[str, str], *, debug: bool) -> dict[str, str]:
     """What torch and we look for in the environment of one rank of `ranks`; what the user has set stays."""
     told = {
         "RANK": rank,
@@ -148,9 +146,7 @@ def _store() -> Iterator[int]:
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = int(listener.getsockname()[1])
         # The store owns the descriptor it is given, and closes it.
-        store = TCPStore(
-            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         try:
             yield port
         finally:

@@ -19,9 +19,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 PR_SET_PDEATHSIG = 1
 
 
-def run_as_rank(
-    work: Callable[[], None], environment: Mapping[str, str], *, debug: bool, as_json: bool
-) -> int:
+def run_as_rank(work: Callable[[], None], environment: Mapping[str, str], *, debug: bool, as_json: bool) -> int:
     """Does `work`; what it raises is written down for the parent, or printed under torchrun. -> exit code."""
     # Waiting for another rank happens in native code, where only the default handlers end a process at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

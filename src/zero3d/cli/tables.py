@@ -86,9 +86,7 @@ def _dtypes(plan: "Plan") -> str:
 def who_holds_what(plan: "Plan") -> Table:
     """Per rank: which part of each kind of model state, and its bytes."""
     dp, whole, mine = plan.world, plan.predicted[0], plan.predicted[plan.config.zero.level]
-    table = plain_table(
-        "Who holds what", ["rank"], ["weights", "gradients", "optimizer state", "model states"]
-    )
+    table = plain_table("Who holds what", ["rank"], ["weights", "gradients", "optimizer state", "model states"])
 
     def part(rank: int, held: int, of: int) -> str:
         return f"{'all' if held == of else f'part {rank + 1}/{dp}'}  {size(held):>7}"
@@ -128,9 +126,7 @@ def levels(plan: "Plan") -> Table:
     return table
 
 
-def plain_table(
-    title: str, words: list[str], numbers: list[str], more_words: list[str] | None = None
-) -> Table:
+def plain_table(title: str, words: list[str], numbers: list[str], more_words: list[str] | None = None) -> Table:
     """Words on the left of their columns, numbers on the right of theirs."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for names, justify in ((words, "left"), (numbers, "right"), (more_words or [], "left")):

@@ -1,7 +1,7 @@
 """`zero3d train CONFIG`: checks all that can be known, starts the ranks, reports one error.
 
-The same verb is what each rank runs: where RANK is set (by ourselves or by torchrun) this process is a rank.
-torch is loaded only once the configuration and the data are in order.
+The same verb is what each rank runs: with RANK and WORLD_SIZE set (by ourselves or by torchrun) this process is
+a rank. torch is loaded only once the configuration and the data are in order.
 """
 
 import json
@@ -50,9 +50,7 @@ class Options:
 
 
 def command(
-    config: Annotated[
-        Path, typer.Argument(help="A TOML file, such as examples/demo.toml.", metavar="CONFIG")
-    ],
+    config: Annotated[Path, typer.Argument(help="A TOML file, such as examples/demo.toml.", metavar="CONFIG")],
     ranks: Annotated[
         int | None,
         typer.Option(
@@ -64,9 +62,7 @@ def command(
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Set one key, such as zero.level=3. May be repeated."
-        ),
+        typer.Option("--set", metavar="KEY=VALUE", help="Set one key, such as zero.level=3. May be repeated."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines for programs on stdout.")] = False,
     allow_code: Annotated[
@@ -84,9 +80,9 @@ def command(
         allow_code=allow_code,
     )
     environment = dict(os.environ)
-    if "RANK" in environment:
-        rank = int(environment["RANK"])
-        work = lambda: _train_on_rank(options, rank)  # noqa: E731
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        work = lambda: _train_on_rank(options, rank, world)  # noqa: E731
         raise typer.Exit(run_as_rank(work, environment, debug=debug, as_json=as_json))
     raise typer.Exit(_reporting_errors(lambda: _start(options, environment), options))
 
@@ -114,13 +110,14 @@ def _start(options: Options, environment: dict[str, str]) -> None:
         raise failed
 
 
-def _train_on_rank(options: Options, rank: int) -> None:
+def _train_on_rank(options: Options, rank: int, world: int) -> None:
     """In each process that `_start` or torchrun started."""
     from zero3d import train
     from zero3d.models.presets import build_function
 
     config = Config.load(options.config, options.settings)
     checks.check_code(config, options.allow_code)
+    checks.check_started(options.ranks, world)
     prepared = checks.prepare_data(config, None)
     build = build_function(
         config.model, prepared.vocabulary, config.data.sequence_length, allow_code=options.allow_code
@@ -162,6 +159,20 @@ def _progress(options: Options) -> "Iterator[Progress | None]":
         yield lambda what, part: status.update(f"{what}: {part:.0%}")
 
 
+def _after_a_bar() -> str:
+    """A rank that was ended while it drew a bar has left its line open and the cursor hidden."""
+    return "\n\x1b[?25h" if sys.stderr.isatty() else ""
+
+
+def _print_line(line: str) -> None:
+    """To stdout, unless its reader has gone or the disk behind it is full."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        # What is still buffered would be tried again at exit, and change the exit code.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _reporting_errors(work: Callable[[], None], options: Options) -> int:
     """-> the exit code. An error is one short text on stderr and, with --json, a line on stdout."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -169,15 +180,14 @@ def _reporting_errors(work: Callable[[], None], options: Options) -> int:
     try:
         work()
     except KeyboardInterrupt:
-        # A rank that drew a progress bar may have left the cursor hidden.
-        print("\x1b[?25h" * sys.stderr.isatty() + "zero3d: interrupted", file=sys.stderr)
+        print(f"{_after_a_bar()}zero3d: interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
         known = as_known(error)
         if options.debug:
             print(getattr(error, "trace", "") or traceback.format_exc(), file=sys.stderr)
-        print("\x1b[?25h" * sys.stderr.isatty() + f"zero3d: {known}", file=sys.stderr)
+        print(f"{_after_a_bar()}zero3d: {known}", file=sys.stderr)
         if options.json:
-            print(json.dumps(known.as_event()), flush=True)
+            _print_line(json.dumps(known.as_event()))
         return known.exit_code
     return 0

@@ -23,7 +23,7 @@ CHUNK = 1 << 17
 class Posted:
     """Calls under way and what is to be done once they are through."""
 
-    def __init__(self, works: Sequence[dist.Work], then: Callable[[], None], what: str) -> None:
+    def __init__(self, works: Sequence[dist.Work | None], then: Callable[[], None], what: str) -> None:
         self._works = works
         self._then: Callable[[], None] | None = then
         self._what = what
@@ -33,6 +33,8 @@ class Posted:
         if self._then is None:
             return
         for work in self._works:
+            if work is None:
+                continue
             try:
                 work.wait()
             except RuntimeError as error:
@@ -113,17 +115,22 @@ class ProcessAxis:
         work = dist.irecv(tensor, self._ranks[source], group=self._group, tag=_tag("send", label))
         return Posted([work], _nothing, f"receive of {label} from rank {self._ranks[source]}")
 
-    def _post(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], verb: str, label: str) -> list[dist.Work]:
+    def _post(
+        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], verb: str, label: str
+    ) -> list[dist.Work | None]:
         """Row r of `outgoing` goes to rank r, whose row for me arrives in row r of `incoming`."""
         tag = _tag(verb, label)
         others = [(self.index + step) % self.size for step in range(1, self.size)]
-        works = [dist.irecv(incoming[r], self._ranks[r], group=self._group, tag=tag) for r in others]
-        works += [dist.isend(outgoing[r], self._ranks[r], group=self._group, tag=tag) for r in others]
-        return [work for work in works if work is not None]
+        arriving = [dist.irecv(incoming[r], self._ranks[r], group=self._group, tag=tag) for r in others]
+        leaving = [dist.isend(outgoing[r], self._ranks[r], group=self._group, tag=tag) for r in others]
+        return [*arriving, *leaving]
 
 
 def _sum(out: Tensor, rows: Sequence[Tensor], scratch: Tensor, *, add: bool) -> None:
     """The sum of `rows` in their order, in fp32, into or onto `out`, which may be one of them."""
+    if len(rows) == 2 and not add and {out.dtype, rows[0].dtype} == {torch.float32}:
+        torch.add(rows[0], rows[1], out=out)
+        return
     for start in range(0, out.numel(), CHUNK):
         part = slice(start, min(start + CHUNK, out.numel()))
         total = scratch[: part.stop - part.start]

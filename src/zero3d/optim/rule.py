@@ -26,9 +26,7 @@ class Rule:
     settings_of: Callable[[str], Settings]
 
 
-def rule_for(
-    optimizer: str | OptimizerFactory, options: config.Optimizer, infos: Sequence[ParamInfo]
-) -> Rule:
+def rule_for(optimizer: str | OptimizerFactory, options: config.Optimizer, infos: Sequence[ParamInfo]) -> Rule:
     """The user's function as it is, or the class in torch.optim that is named.
 
     Raises `ConfigError` for an unknown name and `UsageError` for an optimizer that does not treat each element by
@@ -55,7 +53,12 @@ def _named(name: str, options: config.Optimizer, infos: Sequence[ParamInfo]) -> 
             f'optimizer.name = "{name}" is not in torch.optim', hint="There are: " + ", ".join(sorted(classes))
         )
     accepted = inspect.signature(chosen).parameters
-    wanted = {"betas": options.betas, "eps": options.eps, "weight_decay": options.weight_decay}
+    wanted: dict[str, Any] = {
+        "lr": options.lr,
+        "betas": options.betas,
+        "eps": options.eps,
+        "weight_decay": options.weight_decay,
+    }
     given = {key: value for key, value in wanted.items() if key in accepted}
     if chosen in (torch.optim.AdamW, torch.optim.Adam):
         given["fused"] = True
@@ -64,7 +67,10 @@ def _named(name: str, options: config.Optimizer, infos: Sequence[ParamInfo]) -> 
     def settings_of(parameter: str) -> Settings:
         return {"weight_decay": 0.0} if "weight_decay" in accepted and parameter in plain else {}
 
-    return Rule(chosen.__name__, lambda parameters: chosen(parameters, lr=options.lr, **given), settings_of)
+    def build(parameters: Sequence[Any]) -> Any:
+        return chosen(parameters, **given)
+
+    return Rule(chosen.__name__, build, settings_of)
 
 
 def _matches(info: ParamInfo, patterns: Sequence[str]) -> bool:
@@ -86,7 +92,7 @@ def _refuse_unless_elementwise(rule: Rule) -> None:
         ) from error
     if not torch.allclose(as_matrix, as_parts, rtol=1e-5, atol=1e-7):
         raise UsageError(
-            f"optimizer {rule.name} does not treat each element by itself, so it would compute something else on shards",
+            f"optimizer {rule.name} does not treat each element by itself: on shards it would compute something else",
             hint="Optimizers that look at whole matrices do not work at any level in this version; "
             "AdamW, Adam, SGD, Lion and other elementwise ones do.",
         )

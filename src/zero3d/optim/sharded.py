@@ -70,7 +70,10 @@ class ShardedOptimizer:
     def _update(self, shard: Shard, lr: float, scale: float) -> None:
         optimizer = self._inner[shard]
         gradient = self._scratch[: shard.gradient.numel()]
-        gradient.copy_(shard.gradient).mul_(scale)
+        if shard.gradient.dtype == gradient.dtype:
+            torch.mul(shard.gradient, scale, out=gradient)
+        else:
+            gradient.copy_(shard.gradient).mul_(scale)
         for piece, part in zip(shard.pieces, self._parts[shard]):
             part.grad = None if piece.name in self._unused else gradient[piece.start : piece.stop]
         for group in optimizer.param_groups:

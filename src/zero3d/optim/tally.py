@@ -1,7 +1,7 @@
 """What the ranks of dp agree on once a step, in one small all-reduce of integers.
 
-    | loss | squares | counted targets | non-finite groups | digest of calls | its square | arrivals |
-      22      22            1                  1                  1                 1         one each trainable
+| loss | squares | counted targets | non-finite groups | digest of calls | its square | arrivals |
+  22      22            1                  1                  1                 1         one each trainable
 """
 
 from collections.abc import Mapping, Sequence

@@ -59,7 +59,12 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
 def split(batch: Batch, size: int | None, device: torch.device) -> list[Batch]:
     """Micro-batches of `size` samples (the last may be smaller), moved to `device`; None: the batch as one."""
     samples: set[int] = set()
-    map_tensors(lambda tensor: (samples.add(len(tensor)) if tensor.dim() else None, tensor)[1], batch)
+
+    def count(tensor: Tensor) -> Tensor:
+        samples.update(tensor.shape[:1])
+        return tensor
+
+    map_tensors(count, batch)
     if len(samples) > 1:
         raise DataError(
             f"the tensors of a batch have different numbers of samples: {', '.join(map(str, sorted(samples)))}",
@@ -69,9 +74,7 @@ def split(batch: Batch, size: int | None, device: torch.device) -> list[Batch]:
     size = size or max(num_samples, 1)
 
     def cut(start: int) -> Batch:
-        return map_tensors(
-            lambda tensor: (tensor[start : start + size] if tensor.dim() else tensor).to(device), batch
-        )
+        return map_tensors(lambda tensor: (tensor[start : start + size] if tensor.dim() else tensor).to(device), batch)
 
     return [cut(start) for start in range(0, max(num_samples, 1), size)]
 

@@ -15,11 +15,51 @@ Touched = Callable[[str], None]
 """Called with the parameter's name; returns once its data is there and the guard is lifted, or raises."""
 
 METADATA = frozenset(
-    """shape dtype device requires_grad grad grad_fn is_leaf ndim layout names grad_dtype _version is_cuda is_cpu
-    is_sparse is_meta is_quantized is_complex is_floating_point retains_grad _backward_hooks
-    _post_accumulate_grad_hooks size dim numel nelement ndimension stride storage_offset element_size nbytes itemsize
-    is_contiguous requires_grad_ register_hook register_post_accumulate_grad_hook __hash__ __len__
-    is_inference _is_view has_names is_signed get_device""".split()
+    [
+        "shape",
+        "dtype",
+        "device",
+        "requires_grad",
+        "grad",
+        "grad_fn",
+        "is_leaf",
+        "ndim",
+        "layout",
+        "names",
+        "grad_dtype",
+        "_version",
+        "is_cuda",
+        "is_cpu",
+        "is_sparse",
+        "is_meta",
+        "is_quantized",
+        "is_complex",
+        "is_floating_point",
+        "retains_grad",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+        "size",
+        "dim",
+        "numel",
+        "nelement",
+        "ndimension",
+        "stride",
+        "storage_offset",
+        "element_size",
+        "nbytes",
+        "itemsize",
+        "is_contiguous",
+        "requires_grad_",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "__hash__",
+        "__len__",
+        "is_inference",
+        "_is_view",
+        "has_names",
+        "is_signed",
+        "get_device",
+    ]
 )
 
 

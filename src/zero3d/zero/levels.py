@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from zero3d import params
+from zero3d.blueprint import Blueprint
 from zero3d.comm.bucket import Bucket, Want, plan_buckets
 from zero3d.comm.flat import Pool
 from zero3d.config import Config
 from zero3d.contracts import Axis
-from zero3d.blueprint import Blueprint
 from zero3d.params import ParamInfo
 from zero3d.precision import Dtypes
 from zero3d.zero.gathered import GatheredWeights
@@ -57,9 +57,7 @@ LEVELS = {
     1: Level(lambda axis, pool, options: PublishedWeights(axis, overlap=options.overlap), shards_optimizer=True),
     2: Level(lambda axis, pool, options: PublishedWeights(axis, overlap=options.overlap), shards_optimizer=True),
     3: Level(
-        lambda axis, pool, options: GatheredWeights(
-            axis, pool, prefetch=options.prefetch, overlap=options.overlap
-        ),
+        lambda axis, pool, options: GatheredWeights(axis, pool, prefetch=options.prefetch, overlap=options.overlap),
         shards_optimizer=True,
     ),
 }
@@ -85,31 +83,37 @@ def replica_for(
     pool = Pool(device)
     weights = level.weights(axis, pool, options)
     infos = {info.name: info for info in params.collect(blueprint.model)}
-    holdings: list[Holding] = []
-    shards: list[Shard] = []
-    lanes: list[Lane] = []
+    placed: set[str] = set()
+    frozen: list[Holding] = []
+    trained: list[tuple[Holding, Shard, Lane]] = []
     for bucket in _buckets(units, infos, dtypes, axis.size, options.bucket_bytes):
         held = [infos[slot.name] for slot in bucket.slots]
         initial = _initial(bucket, held, blueprint, axis, device)
         compute = dtypes.compute(held[0])
         parameters = [(info.name, _parameter(blueprint.model, info, device, compute)) for info in held]
         holding = weights.adopt(bucket, parameters, _to(initial, compute))
-        holdings.append(holding)
         if bucket.trainable:
-            shard, lane = _shard_and_lane(holding, initial, level, options, dtypes, axis, pool)
-            shards.append(shard)
-            lanes.append(lane)
-    _place_empty(blueprint, infos, holdings, device, dtypes)
+            trained.append((holding, *_shard_and_lane(holding, initial, level, options, dtypes, axis, pool)))
+        else:
+            frozen.append(holding)
+        placed.update(slot.name for slot in bucket.slots)
+    for info in infos.values():
+        if info.name not in placed:  # It has no elements: there is nothing to hold.
+            _parameter(blueprint.model, info, device, dtypes.compute(info))
     _place_buffers(blueprint, axis, device)
     weights.watch(blueprint.model, units)
     return ZeroReplica(
         axis=axis,
         pool=pool,
         weights=weights,
-        holdings=holdings,
-        shards=shards,
-        lanes=lanes,
-        reducer=Reducer(axis, lanes[::-1], every_turn=options.reduce_every_turn, overlap=options.overlap),
+        frozen=frozen,
+        trained=trained,
+        reducer=Reducer(
+            axis,
+            [lane for _, _, lane in reversed(trained)],
+            every_turn=options.reduce_every_turn,
+            overlap=options.overlap,
+        ),
     )
 
 
@@ -181,16 +185,6 @@ def _parameter(model: nn.Module, info: ParamInfo, device: torch.device, compute:
         parameter.data = torch.empty(info.shape, dtype=compute, device=device)
         params.replace(model, info, parameter)
     return parameter
-
-
-def _place_empty(
-    blueprint: Blueprint, infos: dict[str, ParamInfo], holdings: Sequence[Holding], device: torch.device, dtypes: Dtypes
-) -> None:
-    """Parameters without elements sit in a bucket only by company; alone they just move to the device."""
-    placed = {name for holding in holdings for name, _ in holding.parameters}
-    for name, info in infos.items():
-        if name not in placed:
-            _parameter(blueprint.model, info, device, dtypes.compute(info))
 
 
 def _place_buffers(blueprint: Blueprint, axis: Axis, device: torch.device) -> None:

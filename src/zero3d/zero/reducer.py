@@ -34,7 +34,14 @@ class Lane:
     """
 
     def __init__(
-        self, bucket: Bucket, *, kept: Tensor | None, landing: Tensor, spread: Tensor | None, wire: torch.dtype, pool: Pool
+        self,
+        bucket: Bucket,
+        *,
+        kept: Tensor | None,
+        landing: Tensor,
+        spread: Tensor | None,
+        wire: torch.dtype,
+        pool: Pool,
     ) -> None:
         self.bucket = bucket
         self.landing = landing
@@ -84,7 +91,7 @@ class Lane:
         self._expected = [max(fires, before) for fires, before in zip(self.fires, self._expected)]
 
     def start(self, axis: Axis) -> Pending:
-        """Sends what was collected; `landing` holds its sum, added to the turns before, when the result is waited for."""
+        """Sends what was collected; once waited for, `landing` holds the sum, added to the turns before."""
         self.started = True
         label = self.bucket.label
         if self.kept is not None and self.kept.dtype == self.wire:

@@ -1,6 +1,6 @@
 """My copy of the model over dp: buckets, shards and lanes put together; the same for every level."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -23,20 +23,19 @@ class ZeroReplica:
         axis: Axis,
         pool: Pool,
         weights: Weights,
-        holdings: Sequence[Holding],
-        shards: Sequence[Shard],
-        lanes: Sequence[Lane],
+        frozen: Sequence[Holding],
+        trained: Sequence[tuple[Holding, Shard, Lane]],
         reducer: Reducer,
     ) -> None:
-        self.shards = shards
+        self.shards = tuple(shard for _, shard, _ in trained)
         self._axis = axis
         self._pool = pool
         self._weights = weights
-        self._holdings = holdings
-        self._lanes = lanes
+        self._frozen = frozen
+        self._trained = trained
         self._reducer = reducer
-        for lane, shard_holding in zip(lanes, [holding for holding in holdings if holding.bucket.trainable]):
-            for index, (_, parameter) in enumerate(shard_holding.parameters):
+        for holding, _, lane in trained:
+            for index, (_, parameter) in enumerate(holding.parameters):
                 parameter.register_post_accumulate_grad_hook(self._hook(lane, index))
 
     @contextmanager
@@ -58,7 +57,7 @@ class ZeroReplica:
     def arrivals(self) -> dict[str, int]:
         """How many gradients each trainable parameter got on this rank in the step."""
         return {
-            slot.name: count for lane in self._lanes for slot, count in zip(lane.bucket.slots, lane.arrivals)
+            slot.name: count for _, _, lane in self._trained for slot, count in zip(lane.bucket.slots, lane.arrivals)
         }
 
     @contextmanager
@@ -71,39 +70,39 @@ class ZeroReplica:
             self._weights.close()
 
     def whole(self, infos: Sequence[ParamInfo]) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor in the user's dtype) bucket by bucket; trainable ones from the master weights."""
+        """(name, whole tensor) bucket by bucket; trainable ones from the master weights, so in fp32."""
         shapes = {info.name: info for info in infos}
-        masters = {shard.bucket: shard.master for shard in self.shards}
-        for holding in self._holdings:
-            part = masters.get(holding.bucket, holding.part)
-            yield from self._tensors(holding, part, shapes)
+        for holding, shard, _ in self._trained:
+            yield from self._tensors(holding, shard.master, shapes)
+        for holding in self._frozen:
+            yield from self._tensors(holding, holding.part, shapes)
 
     def gradient_of(self, info: ParamInfo) -> Tensor:
         """The whole sum over ranks and micro-batches of one trainable parameter's gradient."""
-        for holding, shard in zip([h for h in self._holdings if h.bucket.trainable], self.shards):
-            if any(name == info.name for name, _ in holding.parameters):
-                return dict(self._tensors(holding, shard.gradient, {info.name: info}))[info.name]
+        for holding, shard, _ in self._trained:
+            found = dict(self._tensors(holding, shard.gradient, {info.name: info}))
+            if found:
+                return found[info.name]
         raise KeyError(info.name)
 
     def wire_dtypes(self) -> list[torch.dtype]:
         """Of gradients as they travel, lane by lane."""
-        return [lane.wire for lane in self._lanes]
+        return [lane.wire for _, _, lane in self._trained]
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """(kind, tensor) of all that the replica holds; tensors may share memory."""
         yield from self._weights.held()
-        for lane in self._lanes:
+        for _, shard, lane in self._trained:
+            yield ("weights" if shard.weights.data_ptr() == shard.master.data_ptr() else "optimizer"), shard.master
             for tensor in (lane.landing, lane.kept, lane.spread):
                 if tensor is not None:
                     yield "gradients", tensor
-        for shard in self.shards:
-            yield ("weights" if shard.weights.data_ptr() == shard.master.data_ptr() else "optimizer"), shard.master
         for buffer in self._pool:
             yield "buffers", buffer
 
-    def _tensors(
-        self, holding: Holding, part: Tensor, infos: dict[str, ParamInfo]
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(self, holding: Holding, part: Tensor, infos: dict[str, ParamInfo]) -> Iterator[tuple[str, Tensor]]:
+        if not any(slot.name in infos for slot in holding.bucket.slots):
+            return
         whole = part
         if part.numel() < holding.bucket.numel:
             whole = torch.empty(holding.bucket.numel, dtype=part.dtype, device=part.device)
@@ -112,9 +111,9 @@ class ZeroReplica:
             info = infos.get(slot.name)
             if info is not None:
                 flat = whole[slot.offset : slot.offset + slot.numel]
-                yield info.name, flat.view(info.shape).to(info.dtype, copy=True)
+                yield info.name, flat.view(info.shape).clone()
 
-    def _hook(self, lane: Lane, index: int):  # type: ignore[no-untyped-def]
+    def _hook(self, lane: Lane, index: int) -> Callable[[nn.Parameter], None]:
         def arrived(parameter: nn.Parameter) -> None:
             gradient = parameter.grad
             assert gradient is not None
