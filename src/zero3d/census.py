@@ -27,12 +27,12 @@ def activations(parts: Parts, micro_batch: Batch) -> int:
         return 0
     saved: list[torch.UntypedStorage] = []
 
-    def keep(tensor: Tensor) -> Tensor:
+    def count(tensor: Tensor) -> None:
+        # Nothing goes into the graph: no backward follows, and a tensor in its own graph would never be freed.
         saved.append(tensor.untyped_storage())
-        return tensor
 
     buffers = [(buffer, buffer.clone()) for buffer in parts.model.buffers()]
-    with parts.randomness.step(0), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with parts.randomness.step(0), torch.autograd.graph.saved_tensors_hooks(count, lambda nothing: nothing):
         parts.stage.losses(micro_batch)
     seen = {tensor.untyped_storage()._cdata for _, tensor in parts.replica.held()}
     # A released weight has no memory by now: what autograd keeps of it counts nothing.

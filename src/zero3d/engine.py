@@ -188,7 +188,7 @@ class Engine:
             raise UsageError(f"parameter {name} is frozen and has no gradient")
         if self._last is None:
             raise UsageError(f"there is no gradient of {name} yet", hint="Call engine.step(batch) first.")
-        return self._parts.replica.gradient_of(info).float().div_(self._last.divisor)
+        return self._parts.replica.gradient_of(info).div_(self._last.divisor)
 
     def dtype_plan(self) -> list[tuple[str, str]]:
         """(what, dtype) of weights, master weights, gradients, what travels and optimizer state, as they are now."""

@@ -59,12 +59,13 @@ def test_tied_weights_are_one_parameter() -> None:
 
 
 def test_initial_weights_are_scaled_by_depth() -> None:
-    model = small(width=128, layers=8)
-    assert model.blocks[0].mlp.up.weight.std().item() == pytest.approx(0.02, rel=0.05)
-    assert model.blocks[0].mlp.down.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
-    assert model.blocks[7].attention.out.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
-    first = next_token_loss(model(torch.randint(50, (4, 16))), {"targets": torch.randint(50, (4, 16))})
-    assert (first[0] / first[1]).item() == pytest.approx(math.log(50), abs=0.1)
+    model = small(width=64, layers=8)
+    tokens = torch.randint(50, (4, 17))
+    assert model.blocks[0].mlp.up.weight.std().item() == pytest.approx(1 / 8, rel=0.05)
+    assert model.blocks[0].mlp.down.weight.std().item() == pytest.approx(1 / 32, rel=0.05)
+    assert model.blocks[7].attention.out.weight.std().item() == pytest.approx(1 / 32, rel=0.05)
+    total, count = next_token_loss(model(tokens[:, :-1]), {"targets": tokens[:, 1:]})
+    assert (total / count).item() == pytest.approx(math.log(50), abs=0.8)
 
 
 def test_every_module_with_weights_or_buffers_can_reset_them() -> None:

@@ -37,9 +37,12 @@ def exact_sum(values: Tensor) -> Tensor:
 def group_squares(flat: Tensor) -> Tensor:
     """fp64 [n / 64]: the sum of squares of each group of 64 elements of `flat` [n]."""
     sums = torch.empty(flat.numel() // GROUP, dtype=torch.float64, device=flat.device)
+    block = torch.empty(min(_BLOCK, flat.numel()), dtype=torch.float64, device=flat.device)
     for start in range(0, flat.numel(), _BLOCK):
-        squares = flat[start : start + _BLOCK].double().square_().view(-1, GROUP)
-        torch.sum(squares, dim=1, out=sums[start // GROUP : (start + _BLOCK) // GROUP])
+        squares = block[: flat.numel() - start]
+        squares.copy_(flat[start : start + _BLOCK])
+        squares.mul_(squares)
+        torch.sum(squares.view(-1, GROUP), dim=1, out=sums[start // GROUP : (start + _BLOCK) // GROUP])
     return sums
 
 

@@ -19,9 +19,7 @@ class ShardedOptimizer:
     def __init__(self, rule: Rule, shards: Sequence[Shard]) -> None:
         self._inner: dict[Shard, torch.optim.Optimizer] = {}
         self._parts: dict[Shard, list[Tensor]] = {}
-        largest = max((shard.master.numel() for shard in shards), default=0)
-        device = shards[0].master.device if shards else torch.device("cpu")
-        self._scratch = torch.zeros(largest, dtype=torch.float32, device=device)
+        self._scratch = torch.empty(0)
         self._unused: frozenset[str] = frozenset()
         for shard in shards:
             parts = [shard.master[piece.start : piece.stop] for piece in shard.pieces]
@@ -42,7 +40,7 @@ class ShardedOptimizer:
         self._unused = unused
 
     def step(self, shards: Iterable[Shard], lr: float, scale: float) -> Iterable[Shard]:
-        """`lr` is a factor of each group's own learning rate. Gradients as held stay as they are."""
+        """`lr` is a factor of each group's own learning rate."""
         for shard in shards:
             self._update(shard, lr, scale)
             yield shard
@@ -69,11 +67,7 @@ class ShardedOptimizer:
 
     def _update(self, shard: Shard, lr: float, scale: float) -> None:
         optimizer = self._inner[shard]
-        gradient = self._scratch[: shard.gradient.numel()]
-        if shard.gradient.dtype == gradient.dtype:
-            torch.mul(shard.gradient, scale, out=gradient)
-        else:
-            gradient.copy_(shard.gradient).mul_(scale)
+        gradient = self._scaled(shard, scale)
         for piece, part in zip(shard.pieces, self._parts[shard]):
             part.grad = None if piece.name in self._unused else gradient[piece.start : piece.stop]
         for group in optimizer.param_groups:
@@ -82,3 +76,12 @@ class ShardedOptimizer:
         optimizer.step()
         for part in self._parts[shard]:
             part.grad = None
+
+    def _scaled(self, shard: Shard, scale: float) -> Tensor:
+        """The gradient in fp32 times `scale`: in place, or beside one that is held in 16 bits."""
+        if shard.gradient.dtype == shard.master.dtype:
+            shard.scaled *= scale
+            return shard.gradient.mul_(scale)
+        if self._scratch.numel() < shard.gradient.numel():
+            self._scratch = torch.empty_like(shard.master)
+        return self._scratch[: shard.gradient.numel()].copy_(shard.gradient).mul_(scale)

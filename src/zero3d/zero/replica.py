@@ -48,6 +48,8 @@ class ZeroReplica:
 
     def finish(self) -> Sequence[Shard]:
         self._reducer.finish()
+        for shard in self.shards:
+            shard.scaled = 1.0
         return self.shards
 
     def publish(self, shards: Iterable[Shard]) -> None:
@@ -82,7 +84,7 @@ class ZeroReplica:
         for holding, shard, _ in self._trained:
             found = dict(self._tensors(holding, shard.gradient, {info.name: info}))
             if found:
-                return found[info.name]
+                return found[info.name].float().div_(shard.scaled)
         raise KeyError(info.name)
 
     def wire_dtypes(self) -> list[torch.dtype]:

@@ -17,6 +17,7 @@ class Shard:
     gradient: [n], the sum over ranks and micro-batches, not yet divided by the number of counted targets
     weights:  [n], in the dtype that the model computes in; the same memory as `master` where that is fp32
     counted:  the part of the shard that counts in sums over dp (at level 0 every rank holds all)
+    scaled:   what the update has multiplied `gradient` by; 1 when it was just summed
     """
 
     bucket: Bucket
@@ -25,6 +26,7 @@ class Shard:
     gradient: Tensor
     weights: Tensor
     counted: slice
+    scaled: float = 1.0
 
     @cached_property
     def pieces(self) -> Sequence[Piece]:
