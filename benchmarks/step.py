@@ -50,7 +50,14 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in {
-        "ranks": 2, "rounds": 12, "width": 256, "layers": 8, "heads": 8, "vocabulary": 8192, "length": 128, "batch": 8
+        "ranks": 2,
+        "rounds": 12,
+        "width": 256,
+        "layers": 8,
+        "heads": 8,
+        "vocabulary": 8192,
+        "length": 128,
+        "batch": 8,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     return parser.parse_args()
@@ -111,7 +118,9 @@ def engine(options: argparse.Namespace, level: int) -> Step:
     return lambda batch: made.step(batch).loss
 
 
-def measure(contenders: dict[str, Step], options: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, float]]:
+def measure(
+    contenders: dict[str, Step], options: argparse.Namespace
+) -> tuple[dict[str, list[float]], dict[str, float]]:
     names = list(contenders)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     losses: dict[str, float] = {}
@@ -135,7 +144,9 @@ def measure(contenders: dict[str, Step], options: argparse.Namespace) -> tuple[d
     return seconds, losses
 
 
-def summary(options: argparse.Namespace, seconds: dict[str, list[float]], losses: dict[str, float]) -> dict[str, object]:
+def summary(
+    options: argparse.Namespace, seconds: dict[str, list[float]], losses: dict[str, float]
+) -> dict[str, object]:
     def ratio(one: str, other: str) -> float:
         return round(statistics.median(a / b for a, b in zip(seconds[one], seconds[other])), 3)
 

@@ -1,8 +1,8 @@
 """First weights that are the same for every layout, made without any rank holding the whole model.
 
-    a function that builds it   recorded: each parameter's values come from (seed, its name) alone
-    a module on meta            the same, from what the `reset_parameters()` of its modules do
-    a module with values        they are its own
+a function that builds it   recorded: each parameter's values come from (seed, its name) alone
+a module on meta            the same, from what the `reset_parameters()` of its modules do
+a module with values        they are its own
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +36,8 @@ def draw(source: nn.Module | Callable[[], nn.Module], seed: int) -> Blueprint:
     """
     if isinstance(source, nn.Module):
         return _blueprint(source, {}, seed, "")
+    if not callable(source):
+        raise UsageError(f"the model is a {type(source).__name__}; it must be an nn.Module or a function building one")
     recorder = Recorder()
     try:
         with _Seeded(seed), recorder:

@@ -50,10 +50,7 @@ def done_event(summary: "Summary") -> dict[str, object]:
 def as_line(event: Mapping[str, object]) -> str:
     """One line of JSON; numbers that JSON lacks (an overflowed norm) become null."""
     return json.dumps(
-        {
-            key: None if isinstance(one, float) and not math.isfinite(one) else one
-            for key, one in event.items()
-        }
+        {key: None if isinstance(one, float) and not math.isfinite(one) else one for key, one in event.items()}
     )
 
 
@@ -67,9 +64,7 @@ class RunFolder:
 
     def started(self, plan: "Plan") -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        text = (
-            "# The configuration of this run with everything resolved; it can be trained again as it is.\n\n"
-        )
+        text = "# The configuration of this run with everything resolved; it can be trained again as it is.\n\n"
         (self.folder / CONFIG).write_text(text + plan.config.to_toml(), encoding="utf-8")
         self._every = plan.config.run.log_every
         # Line by line: what was measured is there however the run ends.

@@ -98,9 +98,7 @@ class Listener(Protocol):
         ...
 
 
-def train(
-    config: Config, prepared: Prepared, build: Callable[[], nn.Module], listeners: Sequence[Listener]
-) -> Summary:
+def train(config: Config, prepared: Prepared, build: Callable[[], nn.Module], listeners: Sequence[Listener]) -> Summary:
     """Trains as `config` says. Every rank calls it; rank 0 tells the listeners and has the sample."""
     # Every key as one that was set: the batches are ours, of the size that even a silent default says.
     whole = Config.load(config.model_dump())

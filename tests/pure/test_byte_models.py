@@ -69,10 +69,7 @@ def test_against_plain_counting() -> None:
         patch.setattr(module, "_CHUNK", 256)
         found = bits_per_byte(codes(train), codes(heldout))
     for order in (0, 2):
-        want = [
-            -math.log2(probability(heldout[:place], byte, min(order, place)))
-            for place, byte in enumerate(heldout)
-        ]
+        want = [-math.log2(probability(heldout[:place], byte, min(order, place))) for place, byte in enumerate(heldout)]
         assert found[order] == pytest.approx(sum(want) / len(want), rel=1e-12)
 
 

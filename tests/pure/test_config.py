@@ -165,9 +165,7 @@ def test_gradients_travel_in_the_dtype_that_loses_nothing(
 
 
 def test_auto_compute_is_fp32_where_bf16_is_slow() -> None:
-    assert (
-        Config.load({}, ["precision.compute=auto"]).resolved(2, native_bf16=False).precision.compute == "fp32"
-    )
+    assert Config.load({}, ["precision.compute=auto"]).resolved(2, native_bf16=False).precision.compute == "fp32"
 
 
 def test_a_batch_that_does_not_divide_shows_the_sum_and_two_ways_out() -> None:

@@ -26,9 +26,7 @@ def counting(n: int) -> npt.NDArray[np.uint32]:
     seed=st.integers(0, 2**32),
     dp=st.sampled_from(DIVISORS),
 )
-def test_the_global_batch_is_the_same_for_every_dp_size(
-    n: int, length: int, step: int, seed: int, dp: int
-) -> None:
+def test_the_global_batch_is_the_same_for_every_dp_size(n: int, length: int, step: int, seed: int, dp: int) -> None:
     batches = Batches(counting(n), length, 12, seed)
     whole = batches.batch(step)
     parts = [batches.batch(step, index, dp) for index in range(dp)]
@@ -121,9 +119,7 @@ def test_batches_can_be_written_to() -> None:
         (2, 3, "2 has fewer samples than there are dp ranks, 3", "one of 1, 2; or data.global_batch to 3."),
     ],
 )
-def test_an_uneven_share_is_refused_with_what_would_work(
-    global_batch: int, dp: int, message: str, hint: str
-) -> None:
+def test_an_uneven_share_is_refused_with_what_would_work(global_batch: int, dp: int, message: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Batches(counting(100), 4, global_batch, seed=0).batch(0, 0, dp)
     assert message in caught.value.message and hint in caught.value.hint

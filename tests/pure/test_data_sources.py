@@ -61,9 +61,7 @@ def test_the_standard_library_is_its_own_python_files_alone() -> None:
     assert names == sorted(names) and len(names) > 300 and listing.size > 3_000_000
     assert {"dataclasses.py", "json/decoder.py"} <= set(names)
     assert all(name.endswith(".py") for name in names)
-    assert not any(
-        {"site-packages", "dist-packages", "__pycache__"} & set(Path(name).parts) for name in names
-    )
+    assert not any({"site-packages", "dist-packages", "__pycache__"} & set(Path(name).parts) for name in names)
 
 
 def test_listing_knows_sizes_and_times(tmp_path: Path) -> None:

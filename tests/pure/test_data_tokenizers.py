@@ -30,9 +30,7 @@ def json_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         show_progress=False,
     )
     inner.train_from_iterator([TEXT], trainer)
-    inner.post_processor = hugging_face.processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 0)]
-    )
+    inner.post_processor = hugging_face.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     inner.enable_truncation(8)
     inner.enable_padding(length=8)
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
@@ -111,9 +109,7 @@ def test_an_empty_vocabulary_is_refused(tmp_path: Path) -> None:
         JsonTokenizer(tmp_path / "t.json")
 
 
-def test_a_missing_package_is_named_with_the_command(
-    json_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named_with_the_command(json_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(DataError, match="needs the package tokenizers") as caught:
         JsonTokenizer(json_file)

@@ -89,9 +89,7 @@ def test_an_id_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
         ({"surprise": 0}, "version 1: surprise"),
     ],
 )
-def test_a_sidecar_that_does_not_fit_is_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_a_sidecar_that_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     path = save(tmp_path / "a.bin", [1, 2, 3])
     edit(path, **changes)
     with pytest.raises(DataError) as caught:

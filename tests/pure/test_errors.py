@@ -24,9 +24,7 @@ CODES = {
 
 def test_exit_codes() -> None:
     found = {
-        name: one.exit_code
-        for name, one in inspect.getmembers(errors, inspect.isclass)
-        if issubclass(one, Zero3dError)
+        name: one.exit_code for name, one in inspect.getmembers(errors, inspect.isclass) if issubclass(one, Zero3dError)
     }
     assert found == CODES
 
@@ -89,9 +87,7 @@ def test_a_killed_rank_is_the_cause_of_what_the_others_say() -> None:
 
 
 def test_a_rank_that_left_without_a_word() -> None:
-    cause = root_cause(
-        [Failure(rank=3, code=7, last_words="libfoo: bye"), failure(0, RankFailedError("?"), 0.0)]
-    )
+    cause = root_cause([Failure(rank=3, code=7, last_words="libfoo: bye"), failure(0, RankFailedError("?"), 0.0)])
     assert cause is not None and "rank 3 ended with code 7" in cause.message and "libfoo: bye" in cause.hint
 
 

@@ -156,9 +156,7 @@ def test_generate_appends_count_tokens_and_repeats_with_the_seed() -> None:
 
     def sample(seed: int, temperature: float = 1.0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
-        return generate(
-            model, prompt, 30, sequence_length=16, temperature=temperature, generator=generator
-        )
+        return generate(model, prompt, 30, sequence_length=16, temperature=temperature, generator=generator)
 
     first = sample(1)
     assert first.shape == (2, 34) and torch.equal(first[:, :4], prompt)

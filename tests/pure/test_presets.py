@@ -11,7 +11,7 @@ from zero3d.errors import ConfigError
 from zero3d.models.gpt import GPT
 from zero3d.models.presets import build_function
 
-CODE = '''
+CODE = """
 import torch
 from torch import nn
 
@@ -35,7 +35,7 @@ class Family:
     @staticmethod
     def small():
         return nn.Linear(1, 1)
-'''
+"""
 
 
 @pytest.fixture

@@ -59,7 +59,13 @@ def c21(level: int) -> tuple[Any, ...]:
     whole = engine.full_state_dict()["blocks.1.up.weight"]
     with engine.gathered():
         right = torch.equal(engine.model.blocks[1].up.weight, whole)  # type: ignore[union-attr,index]
-    return plain == seen, count == sum(one[1] for one in plain.values()), texts, repr(next(engine.model.parameters())), right
+    return (
+        plain == seen,
+        count == sum(one[1] for one in plain.values()),
+        texts,
+        repr(next(engine.model.parameters())),
+        right,
+    )
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -118,7 +124,9 @@ class Mixed(nn.Module):
 
 def c30(level: int) -> Any:
     torch.manual_seed(0)
-    engine = make(Mixed(), level, lambda p: torch.optim.SGD(p, lr=0.01), lambda out, batch: (out.square().sum(), len(out)))
+    engine = make(
+        Mixed(), level, lambda p: torch.optim.SGD(p, lr=0.01), lambda out, batch: (out.square().sum(), len(out))
+    )
     generator = torch.Generator().manual_seed(1)
     batch = torch.randn(4, 8, generator=generator)
     losses = [engine.step(batch).loss for _ in range(5)]
@@ -306,9 +314,7 @@ class Weight(nn.Module):
 
 def c41(level: int, reduce: str) -> Tensor:
     model = Weight().bfloat16()
-    engine = make(
-        model, level, loss=lambda out, batch: (out, 1), zero={"reduce": reduce}, parallel={"micro_batch": 1}
-    )
+    engine = make(model, level, loss=lambda out, batch: (out, 1), zero={"reduce": reduce}, parallel={"micro_batch": 1})
     values = torch.full((64, 64), 2.0**-9).bfloat16()
     values[0] = 1.0
     engine.step(values)
@@ -362,9 +368,7 @@ def test_c42_unequal_token_counts_average_over_tokens(level: int) -> None:
 
 
 def c45(level: int) -> tuple[float, float, float, Tensor, Tensor]:
-    engine = make(
-        tiny.tiny(), level, lambda p: torch.optim.SGD(p, lr=1.0), optimizer={"clip_norm": 0.1}
-    )
+    engine = make(tiny.tiny(), level, lambda p: torch.optim.SGD(p, lr=1.0), optimizer={"clip_norm": 0.1})
     before = engine.full_state_dict()
     report = engine.step(tiny.part(tiny.batches(1, 4)[0], engine.rank, 2))
     after = engine.full_state_dict()

@@ -250,7 +250,9 @@ def train(make: Callable[[], nn.Module], recompute: bool) -> dict[int, tuple[lis
             options["recompute"] = {"mode": "block"}
         engine = zero3d.Engine(build(make), loss, adamw, options)
         reports = [engine.step(step[engine.rank]) for step in batches(kinds_of(make))]
-        gradients = {info.name: engine.grad_of(info.name) for info in engine.parameters if info.trainable and info.numel}
+        gradients = {
+            info.name: engine.grad_of(info.name) for info in engine.parameters if info.trainable and info.numel
+        }
         found[level] = (
             [one.loss for one in reports],
             [one.grad_norm for one in reports],
@@ -265,9 +267,7 @@ def train_reference(make: Callable[[], nn.Module]) -> reference.Trace:
         [{key: value.split(2)[half] for key, value in part.items()} for part in step for half in range(2)]
         for step in batches(kinds_of(make))
     ]
-    return reference.train(
-        build(make), loss, adamw, steps, call=lambda model, batch: model(batch["x"], batch["kind"])
-    )
+    return reference.train(build(make), loss, adamw, steps, call=lambda model, batch: model(batch["x"], batch["kind"]))
 
 
 CASES = [(make, recompute) for make in MODELS for recompute in (False, True) if make is not Conv or not recompute]

@@ -35,9 +35,7 @@ def _round_keys(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
-def _feistel(
-    values: npt.NDArray[np.uint64], bits: int, keys: npt.NDArray[np.uint64]
-) -> npt.NDArray[np.uint64]:
+def _feistel(values: npt.NDArray[np.uint64], bits: int, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """A bijection of the numbers of `bits` bits, whose two halves scramble each other in turn."""
     low_bits = np.uint64((bits + 1) // 2)
     low_mask = np.uint64((1 << (bits + 1) // 2) - 1)

@@ -112,9 +112,7 @@ def _write(
     with ExitStack() as stack:
         train, heldout = (
             stack.enter_context(
-                TokenWriter(
-                    path, vocabulary=tokenizer.vocabulary, tokenizer=tokenizer.name, source=listing.source
-                )
+                TokenWriter(path, vocabulary=tokenizer.vocabulary, tokenizer=tokenizer.name, source=listing.source)
             )
             for path in paths
         )

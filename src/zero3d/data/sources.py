@@ -58,9 +58,7 @@ def list_files(source: str) -> Listing:
     """
     root = Path(sysconfig.get_path("stdlib")) if source == STDLIB else Path(source).expanduser()
     if root.is_dir():
-        paths = sorted(
-            _walk(root, only_python=source == STDLIB), key=lambda path: path.relative_to(root).as_posix()
-        )
+        paths = sorted(_walk(root, only_python=source == STDLIB), key=lambda path: path.relative_to(root).as_posix())
     elif root.is_file():
         paths = [root]
     elif root.exists():
@@ -151,6 +149,4 @@ def _listed(path: Path, root: Path) -> SourceFile:
 
 def _unreadable(error: OSError, source: str) -> NoReturn:
     what = f"{error.filename or source} cannot be read: {error.strerror or error}"
-    raise DataError(
-        what, where=_WHERE, hint="Check that it still exists and that you may read it."
-    ) from error
+    raise DataError(what, where=_WHERE, hint="Check that it still exists and that you may read it.") from error

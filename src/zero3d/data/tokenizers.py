@@ -90,9 +90,7 @@ class JsonTokenizer:
         # Ids may have gaps, so their number is not the size that an embedding needs.
         self.vocabulary: int = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
         if not self.vocabulary:
-            raise DataError(
-                f"{path} has an empty vocabulary", where=_WHERE, hint="Train the tokenizer first."
-            )
+            raise DataError(f"{path} has an empty vocabulary", where=_WHERE, hint="Train the tokenizer first.")
         self.name = f"{path.name}@{hashlib.sha256(content).hexdigest()[:12]}"
 
     def encode(self, text: bytes) -> npt.NDArray[np.uint32]:

@@ -83,9 +83,7 @@ class TokenFile:
         try:
             size = path.stat().st_size
         except OSError as error:
-            raise DataError(
-                f"cannot be read: {error.strerror or error}", where=str(path), hint=_REMAKE
-            ) from error
+            raise DataError(f"cannot be read: {error.strerror or error}", where=str(path), hint=_REMAKE) from error
         dtype = np.dtype(header.dtype).newbyteorder("<")
         if size != header.tokens * dtype.itemsize:
             raise DataError(
@@ -196,8 +194,7 @@ def _read_header(path: Path) -> Header:
         ) from error
     if header.dtype != dtype_for(header.vocabulary):
         raise DataError(
-            f"dtype {header.dtype} for a vocabulary of {header.vocabulary}, which takes "
-            f"{dtype_for(header.vocabulary)}",
+            f"dtype {header.dtype} for a vocabulary of {header.vocabulary}, which takes {dtype_for(header.vocabulary)}",
             where=str(sidecar),
             hint=_REMAKE,
         )
@@ -211,7 +208,5 @@ def _as_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         what = f"cannot be written: {error.strerror or error}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise OutOfSpaceError(
-                what, where=str(path), hint="Free some space, or choose another folder."
-            ) from error
+            raise OutOfSpaceError(what, where=str(path), hint="Free some space, or choose another folder.") from error
         raise DataError(what, where=str(path), hint="Choose a folder that you may write to.") from error

@@ -17,9 +17,7 @@ from zero3d.models.gpt import GPT, GPTConfig
 Build = Callable[[], nn.Module]
 
 
-def build_function(
-    model: Model, vocabulary: int, sequence_length: int, *, allow_code: bool = False
-) -> Build:
+def build_function(model: Model, vocabulary: int, sequence_length: int, *, allow_code: bool = False) -> Build:
     """The function that builds `model` for `vocabulary` token kinds and inputs of `sequence_length` tokens.
 
     A function named by `model.path` is called with those of the keyword arguments `vocabulary` and
