@@ -56,4 +56,4 @@ def owners(model: nn.Module, info: ParamInfo) -> Iterator[tuple[nn.Module, str]]
 def replace(model: nn.Module, info: ParamInfo, parameter: nn.Parameter) -> None:
     """Registers `parameter` in every place of `info`: one object, however many names."""
     for module, attribute in owners(model, info):
-        module.register_parameter(attribute, parameter)
+        setattr(module, attribute, parameter)

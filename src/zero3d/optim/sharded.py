@@ -67,12 +67,18 @@ class ShardedOptimizer:
 
     def _update(self, shard: Shard, lr: float, scale: float) -> None:
         optimizer = self._inner[shard]
-        gradient = self._scaled(shard, scale)
+        shard.coming.wait()
+        # Fused optimizers offer to scale as they read: torch's own protocol with its GradScaler.
+        scales = getattr(optimizer, "_step_supports_amp_scaling", False) and shard.gradient.dtype == torch.float32
+        gradient = shard.gradient if scales else self._scaled(shard, scale)
+        shard.scaled *= scale if gradient is shard.gradient else 1.0
         for piece, part in zip(shard.pieces, self._parts[shard]):
             part.grad = None if piece.name in self._unused else gradient[piece.start : piece.stop]
         for group in optimizer.param_groups:
             if "lr" in group:
                 group["lr"] = group["initial_lr"] * lr
+        if scales:
+            optimizer.grad_scale = torch.tensor(1.0 / scale, device=gradient.device)  # type: ignore[attr-defined]
         optimizer.step()
         for part in self._parts[shard]:
             part.grad = None
@@ -80,7 +86,6 @@ class ShardedOptimizer:
     def _scaled(self, shard: Shard, scale: float) -> Tensor:
         """The gradient in fp32 times `scale`: in place, or beside one that is held in 16 bits."""
         if shard.gradient.dtype == shard.master.dtype:
-            shard.scaled *= scale
             return shard.gradient.mul_(scale)
         if self._scratch.numel() < shard.gradient.numel():
             self._scratch = torch.empty_like(shard.master)

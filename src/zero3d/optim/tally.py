@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from zero3d.contracts import Axis
-from zero3d.optim.exact import LIMBS, exact_sum, group_squares, value_of
-from zero3d.zero.shard import Shard
+from zero3d.exact import LIMBS, Squares, exact_sum, value_of
 
 DIGESTS = 1 << 24
 """The squares of digests below this, added over thousands of ranks, fit an int64."""
@@ -37,18 +36,20 @@ class Totals:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """This rank's part: 0-dim losses and counts of its micro-batches, its shards and what it did."""
+    """This rank's part: 0-dim losses and counts of its micro-batches, squares of its shards, and what it did."""
 
     losses: Sequence[Tensor]
     counts: Sequence[Tensor]
-    shards: Sequence[Shard]
+    squares: Sequence[Squares]
     arrivals: Mapping[str, int]
     digest: int
 
 
 def agree(part: Part, axis: Axis, device: torch.device) -> Totals:
     """Adds the parts of all ranks of `axis`; exact, so that neither order nor sharding shows."""
-    squares, bad = _squares(part.shards, device)
+    none = torch.zeros(LIMBS, dtype=torch.int64, device=device)
+    squares = torch.stack([none, *(one.limbs for one in part.squares)]).sum(0)
+    bad = torch.stack([none[0], *(one.bad for one in part.squares)]).sum()
     losses = torch.stack([loss.double() for loss in part.losses])
     good = torch.isfinite(losses)
     counts = torch.stack(list(part.counts))
@@ -68,14 +69,3 @@ def agree(part: Part, axis: Axis, device: torch.device) -> Totals:
         same_calls=squared * axis.size == total * total,
     )
 
-
-def _squares(shards: Sequence[Shard], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Limbs of the sum of squares of what counts here, and how many groups are not finite."""
-    limbs = torch.zeros(LIMBS, dtype=torch.int64, device=device)
-    bad = torch.zeros((), dtype=torch.int64, device=device)
-    for shard in shards:
-        sums = group_squares(shard.gradient[shard.counted])
-        good = torch.isfinite(sums)
-        bad += sums.numel() - good.sum()
-        limbs += exact_sum(torch.where(good, sums, 0.0))
-    return limbs, bad

@@ -164,7 +164,6 @@ def _shard_and_lane(
         master=master,
         gradient=landing if level.shards_optimizer else held,
         weights=part,
-        counted=slice(0, bucket.shard_numel) if level.shards_optimizer else mine,
     )
     lane = Lane(
         bucket,

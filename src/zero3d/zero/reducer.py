@@ -11,7 +11,7 @@ Both are one code path: they differ in whose buffer collects, and in whether the
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from zero3d.comm.bucket import Bucket
 from zero3d.comm.flat import Pool
 from zero3d.contracts import Axis, Pending
 from zero3d.errors import DivergedError
+from zero3d.exact import Squares, squares
 
 IN_FLIGHT = 3
 """Reductions under way at once; the next one waits for the oldest, which bounds the memory they use."""
@@ -49,6 +50,7 @@ class Lane:
         self.fires = [0] * len(bucket.slots)
         self.arrivals = [0] * len(bucket.slots)
         self.started = False
+        self.squares: Squares | None = None
         self.kept = kept
         self.wire = wire
         self._pool = pool
@@ -102,8 +104,10 @@ class Lane:
         assert self._buffer is not None
         return axis.reduce_scatter(self.landing, self._buffer, label, add=self.kept is None and not self._first)
 
-    def landed(self) -> None:
-        """The buffer is free again."""
+    def landed(self, *, final: bool) -> None:
+        """The buffer is free again. `final`: the sum is whole; its squares are added while others are on their way."""
+        if final:
+            self.squares = squares(self.landing)
         if self._buffer is not None:
             self._pool.give(self._buffer, self._key)
             self._buffer = None
@@ -133,7 +137,8 @@ class Reducer:
         self._lanes = lanes
         self._every_turn = every_turn
         self._overlap = overlap
-        self._flying: deque[tuple[Lane, Pending, bool]] = deque()
+        self._flying: deque[tuple[Lane, Pending]] = deque()
+        self._spreading: dict[Lane, Pending] = {}
         self._next = 0
         self._reducing = False
         self._last = False
@@ -144,6 +149,9 @@ class Reducer:
         self._last = last
         self._reducing = last or self._every_turn
         self._tasks = set()
+        for gathered in self._spreading.values():
+            gathered.wait()
+        self._spreading.clear()
         for lane in self._lanes:
             if self._every_turn:
                 self._land(lane)
@@ -167,9 +175,11 @@ class Reducer:
         if not self._overlap:
             self.finish()
 
-    def finish(self) -> None:
+    def finish(self) -> Mapping[Lane, Pending]:
+        """Every sum has landed; what comes back is the gathers (level 0) that still go on."""
         while self._flying:
             self._land_oldest()
+        return self._spreading
 
     def _start_complete(self) -> None:
         while self._next < len(self._lanes) and self._lanes[self._next].complete:
@@ -179,18 +189,17 @@ class Reducer:
     def _start(self, lane: Lane) -> None:
         while len(self._flying) >= IN_FLIGHT:
             self._land_oldest()
-        self._flying.append((lane, lane.start(self._axis), self._last and lane.spread is not None))
+        self._flying.append((lane, lane.start(self._axis)))
         self._next += 1
 
     def _land(self, lane: Lane) -> None:
-        while any(flying is lane for flying, _, _ in self._flying):
+        while any(flying is lane for flying, _ in self._flying):
             self._land_oldest()
 
     def _land_oldest(self) -> None:
-        lane, pending, spreads = self._flying.popleft()
+        lane, pending = self._flying.popleft()
         pending.wait()
-        lane.landed()
-        if spreads:
-            assert lane.spread is not None
-            gathered = self._axis.all_gather(lane.spread, lane.landing, f"gradient of {lane.bucket.label}")
-            self._flying.append((lane, gathered, False))
+        lane.landed(final=self._last)
+        if self._last and lane.spread is not None:
+            label = f"gradient of {lane.bucket.label}"
+            self._spreading[lane] = self._axis.all_gather(lane.spread, lane.landing, label)

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.comm.flat import Pool
+from zero3d.comm.solo_axis import DONE
 from zero3d.contracts import Axis
+from zero3d.exact import Squares
 from zero3d.params import ParamInfo
 from zero3d.zero.holding import Holding, Weights
 from zero3d.zero.reducer import Lane, Reducer
@@ -47,14 +49,19 @@ class ZeroReplica:
         self._weights.end_turn()
 
     def finish(self) -> Sequence[Shard]:
-        self._reducer.finish()
-        for shard in self.shards:
+        spreading = self._reducer.finish()
+        for _, shard, lane in self._trained:
             shard.scaled = 1.0
+            shard.coming = spreading.get(lane, DONE)
         return self.shards
 
     def publish(self, shards: Iterable[Shard]) -> None:
         for shard in shards:
             self._weights.publish(shard)
+
+    def squares(self) -> list[Squares]:
+        """Of the sums that landed here, bucket by bucket: over all ranks each gradient element counts once."""
+        return [lane.squares for _, _, lane in self._trained if lane.squares is not None]
 
     def arrivals(self) -> dict[str, int]:
         """How many gradients each trainable parameter got on this rank in the step."""
@@ -82,6 +89,7 @@ class ZeroReplica:
     def gradient_of(self, info: ParamInfo) -> Tensor:
         """The whole sum over ranks and micro-batches of one trainable parameter's gradient."""
         for holding, shard, _ in self._trained:
+            shard.coming.wait()
             found = dict(self._tensors(holding, shard.gradient, {info.name: info}))
             if found:
                 return found[info.name].float().div_(shard.scaled)

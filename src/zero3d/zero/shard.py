@@ -7,6 +7,8 @@ from functools import cached_property
 from torch import Tensor
 
 from zero3d.comm.bucket import Bucket, Piece
+from zero3d.comm.solo_axis import DONE
+from zero3d.contracts import Pending
 
 
 @dataclass(eq=False, kw_only=True)
@@ -16,8 +18,8 @@ class Shard:
     master:   fp32 [n], what the optimizer updates
     gradient: [n], the sum over ranks and micro-batches, not yet divided by the number of counted targets
     weights:  [n], in the dtype that the model computes in; the same memory as `master` where that is fp32
-    counted:  the part of the shard that counts in sums over dp (at level 0 every rank holds all)
     scaled:   what the update has multiplied `gradient` by; 1 when it was just summed
+    coming:   to be waited for before `gradient` is read (level 0, where it is gathered)
     """
 
     bucket: Bucket
@@ -25,8 +27,8 @@ class Shard:
     master: Tensor
     gradient: Tensor
     weights: Tensor
-    counted: slice
     scaled: float = 1.0
+    coming: Pending = DONE
 
     @cached_property
     def pieces(self) -> Sequence[Piece]:

@@ -1,0 +1,87 @@
+"""Sums of floating-point numbers that come out the same in any order: exact, in integers.
+
+A number is an integer times a power of two. Limb i of a sum counts multiples of 2**(32 i - BIAS); adding limbs is
+adding integers, so neither the order of the terms, nor how they are cut over buckets and ranks, nor the order in
+which ranks are added can change a bit. That is what makes the gradient norm, and with it clipping, the same at
+every level and bucket size. (The idea is Kulisch's long accumulator.)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LIMBS = 24
+BIAS = 384
+"""2**-384 lies below the last bit of the square of the smallest fp32 number; 24 limbs reach above the largest."""
+GROUP = 64
+"""Elements whose squares are added first, in floating point: shards are never cut inside such a group."""
+_LOW = (1 << 32) - 1
+_EXPONENTS = range(-300, 320)
+"""Of sums of squares of fp32 numbers, and of losses, as torch.frexp gives them."""
+_SAFE = (2.0**-40, 2.0**50)
+"""Norms of groups whose squares fp32 can add without losing small ones or overflowing."""
+
+
+def exact_sum(values: Tensor) -> Tensor:
+    """The limbs int64 [LIMBS] of the sum of `values` fp64 [n]; each finite, and 0 or of a magnitude that squares of
+    fp32 numbers have.
+
+    Mantissas are cut into 27 and 26 bits and added up by exponent, in fp64 whose sums of up to 2**26 such integers
+    are exact; the few sums then become limbs.
+    """
+    mantissa, exponent = torch.frexp(values)
+    mantissa *= 2.0**27
+    high = torch.floor(mantissa)
+    low = mantissa.sub_(high).mul_(2.0**26)
+    at = (exponent - _EXPONENTS.start).clamp_(0, len(_EXPONENTS) - 1).to(torch.int64)
+    limbs = torch.zeros(LIMBS, dtype=torch.int64, device=values.device)
+    for part, shift in ((low, 53), (high, 27)):
+        sums = torch.bincount(at, weights=part, minlength=len(_EXPONENTS)).to(torch.int64)
+        place = torch.arange(len(_EXPONENTS), device=values.device) + (_EXPONENTS.start + BIAS - shift)
+        # A sum has up to 53 bits: below, three limbs of 32 bits take it after a shift of up to 31.
+        for bits in (0, 27):
+            piece = (sums >> 27 if bits else sums & ((1 << 27) - 1)) << (place + bits & 31)
+            limb = place + bits >> 5
+            limbs.index_add_(0, limb, piece & _LOW)
+            limbs.index_add_(0, limb + 1, piece >> 32)
+    return limbs
+
+
+def group_squares(flat: Tensor) -> Tensor:
+    """fp64 [n / 64]: the sum of squares of each group of 64 elements of `flat` [n].
+
+    In fp32, a group's sum being its own business; in fp64 where fp32's range is too small for the squares.
+    """
+    groups = flat.view(-1, GROUP)
+    norms = torch.linalg.vector_norm(groups, dim=1, dtype=torch.float32)
+    sums: Tensor = norms.double().square_()
+    unsafe = ((norms < _SAFE[0]) | ~(norms < _SAFE[1])).nonzero().view(-1)
+    if unsafe.numel():
+        sums[unsafe] = groups[unsafe].double().square_().sum(dim=1)
+    return sums
+
+
+@dataclass(frozen=True)
+class Squares:
+    """The limbs of a sum of squares, and how many groups had elements that are not finite (those are left out)."""
+
+    limbs: Tensor
+    bad: Tensor
+
+
+def squares(flat: Tensor) -> Squares:
+    """Of all elements of `flat` [n], n a multiple of 64."""
+    sums = group_squares(flat)
+    good = torch.isfinite(sums)
+    return Squares(exact_sum(torch.where(good, sums, 0.0)), sums.numel() - good.sum())
+
+
+def value_of(limbs: Sequence[int]) -> float:
+    """The sum as the nearest float; `inf` beyond the largest."""
+    total = sum(limb << (32 * index) for index, limb in enumerate(limbs))
+    try:
+        return total / (1 << BIAS)
+    except OverflowError:
+        return float("inf")
