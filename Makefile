@@ -27,7 +27,7 @@ types: install
 	$(BIN)/mypy
 
 tests: install
-	$(BIN)/python -m pytest tests/pure --durations=3
+	$(BIN)/python -m pytest tests/pure tests/rules --durations=3
 	$(BIN)/python -m pytest tests/ranks --durations=5
 
 bench: install

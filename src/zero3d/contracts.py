@@ -74,11 +74,20 @@ class Replica(Protocol):
         ...
 
     def finish(self) -> Sequence["Shard"]:
-        """Waits for every reduction; the shards then hold the sums over ranks and micro-batches."""
+        """Waits for every reduction; the shards then hold the sums over ranks and micro-batches (at level 0 the
+        parts of other ranks may still be `coming`)."""
         ...
 
     @property
     def shards(self) -> Sequence["Shard"]: ...
+
+    def squares(self) -> Sequence[Tensor]:
+        """Sums of squares of groups of gradient elements, fp64: over all ranks of dp each element counts once."""
+        ...
+
+    def arrivals(self) -> Mapping[str, int]:
+        """How many gradients each trainable parameter got on this rank in the step."""
+        ...
 
     def publish(self, shards: Iterable["Shard"]) -> None:
         """New master weights become the model's weights on every rank, at the latest when they are used."""
@@ -89,7 +98,12 @@ class Optimizer(Protocol):
     """Updates master weights where they live."""
 
     def step(self, shards: Iterable["Shard"], lr: float, scale: float) -> Iterable["Shard"]:
-        """One update with gradient * `scale`; gives each shard back as soon as it is updated."""
+        """One update with gradient * `scale` and `lr` times each group's own learning rate; gives each shard back as
+        soon as it is updated."""
+        ...
+
+    def leave(self, unused: frozenset[str]) -> None:
+        """The next step leaves these parameters, which no rank's backward reached, as they are."""
         ...
 
     def state_of(self, shard: "Shard") -> Mapping[str, Mapping[str, Tensor]]:

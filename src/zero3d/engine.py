@@ -68,7 +68,7 @@ class Engine:
     model: an nn.Module (any device; rank 0's weights are everyone's) or a function that builds one
     loss: loss(model_output, batch) -> (sum over counted targets, their number), or one mean tensor
     optimizer: a function parameters -> torch.optim.Optimizer that treats each element by itself; or a name.
-        It is called once for every shard, with flat tensors.
+        It is called once for every shard, with flat tensors. Left out: what the configuration names.
     config: a Config, a dict of sections, or the path of a TOML file
     call: call(model, batch) -> model_output, where batches are not what `pipeline.calling.caller` expects
 
@@ -79,7 +79,7 @@ class Engine:
         self,
         model: ModelSource,
         loss: Loss,
-        optimizer: str | OptimizerFactory = "adamw",
+        optimizer: str | OptimizerFactory | None = None,
         config: Config | Mapping[str, Any] | str | Path | None = None,
         *,
         call: Call | None = None,
@@ -91,6 +91,7 @@ class Engine:
         assert parallel.dp != "auto", "resolved"
         layout = Layout(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp)
         self._mesh = open_mesh(layout, timedelta(seconds=self.config.run.timeout_seconds))
+        optimizer = optimizer or self.config.optimizer.name
         self._parts: Parts = assemble(model, loss, optimizer, self.config, self._mesh, call)
         self._steps = 0
         self._updates = 0
@@ -213,7 +214,8 @@ class Engine:
 
     def _split(self, batch: Batch) -> list[Batch]:
         micro_batches = split(batch, self.config.parallel.micro_batch, self.device)
-        if len(micro_batches) > 1 and self.config.precision.gradients == "compute":
+        rounds = any(shard.gradient.dtype != torch.float32 for shard in self._parts.replica.shards)
+        if len(micro_batches) > 1 and rounds and self.config.precision.gradients == "compute":
             raise ConfigError(
                 f'precision.gradients = "compute" would round the sum of {len(micro_batches)} micro-batches each time',
                 hint='Use "fp32", or ask for it by name with "compute-lossy".',

@@ -7,7 +7,6 @@ every level and bucket size. (The idea is Kulisch's long accumulator.)
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -52,30 +51,16 @@ def exact_sum(values: Tensor) -> Tensor:
 def group_squares(flat: Tensor) -> Tensor:
     """fp64 [n / 64]: the sum of squares of each group of 64 elements of `flat` [n].
 
-    In fp32, a group's sum being its own business; in fp64 where fp32's range is too small for the squares.
+    A group's own sum is in fp32; in fp64 where fp32's range is too small for the squares. A group whose squares all
+    vanish in fp32 (elements below 1e-23) counts as zero, as it does in torch's own norm.
     """
     groups = flat.view(-1, GROUP)
     norms = torch.linalg.vector_norm(groups, dim=1, dtype=torch.float32)
     sums: Tensor = norms.double().square_()
-    unsafe = ((norms < _SAFE[0]) | ~(norms < _SAFE[1])).nonzero().view(-1)
+    unsafe = ((norms != 0) & ~((norms >= _SAFE[0]) & (norms < _SAFE[1]))).nonzero().view(-1)
     if unsafe.numel():
         sums[unsafe] = groups[unsafe].double().square_().sum(dim=1)
     return sums
-
-
-@dataclass(frozen=True)
-class Squares:
-    """The limbs of a sum of squares, and how many groups had elements that are not finite (those are left out)."""
-
-    limbs: Tensor
-    bad: Tensor
-
-
-def squares(flat: Tensor) -> Squares:
-    """Of all elements of `flat` [n], n a multiple of 64."""
-    sums = group_squares(flat)
-    good = torch.isfinite(sums)
-    return Squares(exact_sum(torch.where(good, sums, 0.0)), sums.numel() - good.sum())
 
 
 def value_of(limbs: Sequence[int]) -> float:

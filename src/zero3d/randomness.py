@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3d.zero.holding import in_backward
+from zero3d.recompute import in_backward
 
 _MASK = (1 << 64) - 1
 

@@ -9,7 +9,8 @@ from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from torch import is_grad_enabled, nn
+import torch
+from torch import nn
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
 
@@ -24,7 +25,7 @@ class Recomputed:
         block.register_forward_hook(self._after, always_call=True, prepend=True)
 
     def _before(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._again or not is_grad_enabled():
+        if self._again or not torch.is_grad_enabled():
             self._running.append(None)
             return
         running = _checkpointing(block, self._contexts, *args, **kwargs)
@@ -52,6 +53,11 @@ def recompute(blocks: Sequence[nn.Module]) -> None:
     """From now on the activations of `blocks` are computed again in backward."""
     for block in blocks:
         Recomputed(block)
+
+
+def in_backward() -> bool:
+    """Whether this code runs inside a backward: a forward seen here is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _checkpointing(block: nn.Module, contexts: Any, *args: Any, **kwargs: Any) -> Generator[None, None, None]:

@@ -24,7 +24,7 @@ class Done:
 
 
 def train_step(parts: Parts, micro_batches: Sequence[Batch], step: int, lr: float) -> Done:
-    """Forward and backward of every micro-batch, one reduction, one update. Collective.
+    """Forward and backward of every micro-batch, with their reductions, then one update. Collective.
 
     `lr` is a factor of the optimizer's own learning rate. Losses and gradients are sums until the very end, when
     they are divided by the number of targets that all ranks together counted.

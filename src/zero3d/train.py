@@ -129,15 +129,16 @@ def train(config: Config, prepared: Prepared, build: Callable[[], nn.Module], li
 def _plan(engine: Engine, prepared: Prepared) -> Plan:
     config, infos = engine.config, engine.parameters
     parameters = sum(info.numel for info in infos)
+    trained = sum(info.numel for info in infos if info.trainable)
     length = config.data.sequence_length
     return Plan(
         config=config,
         world=engine.world,
         device=str(engine.device),
         parameters=parameters,
-        trainable=sum(info.numel for info in infos if info.trainable),
+        trainable=trained,
         dtypes=engine.dtype_plan(),
-        predicted=at_each_level(config, parameters, engine.dp_size),
+        predicted=at_each_level(config, trained, engine.dp_size, parameters - trained),
         train_tokens=len(prepared.train),
         train_bytes=prepared.train_bytes,
         heldout_windows=min(num_windows(prepared.heldout, length), max(HELDOUT_TOKENS // length, 1)),

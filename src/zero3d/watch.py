@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zero3d.assemble import Parts
 from zero3d.contracts import Axis, Batch
 from zero3d.pipeline.runtime import run
-from zero3d.zero.use import tensors_in
+from zero3d.trees import tensors_in
 
 _TEXT = 400
 

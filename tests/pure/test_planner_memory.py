@@ -33,6 +33,13 @@ def test_one_rank_holds_the_same_at_each_level() -> None:
     assert len({states(1000, level, dp=1) for level in LEVELS}) == 1
 
 
+def test_frozen_parameters_are_weights_alone() -> None:
+    for level in LEVELS:
+        trained, both = states(1000, level, dp=4), states(1000, level, dp=4, frozen=400)
+        assert both.weights - trained.weights == (200 if level == 3 else 800)
+        assert (both.gradients, both.optimizer) == (trained.gradients, trained.optimizer)
+
+
 def test_gradients_reduced_once_a_step_are_whole_until_then() -> None:
     assert states(1000, 3, dp=4, reduce="step").gradients == 2000
     assert states(1000, 1, dp=4, reduce="micro-batch").gradients == 500

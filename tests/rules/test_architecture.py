@@ -33,9 +33,21 @@ PURE = [
 
 ALLOWED = {
     "comm": ["comm", "contracts", "errors", "layout"],
-    "zero": ["zero", "comm", "blueprint", "config", "contracts", "errors", "exact", "params", "precision"],
+    "zero": [
+        "zero",
+        "comm",
+        "blueprint",
+        "config",
+        "contracts",
+        "errors",
+        "exact",
+        "params",
+        "precision",
+        "recompute",
+        "trees",
+    ],
     "optim": ["optim", "zero.shard", "config", "contracts", "errors", "exact", "params"],
-    "pipeline": ["pipeline", "contracts", "errors", "randomness"],
+    "pipeline": ["pipeline", "contracts", "errors", "randomness", "trees"],
     "planner": ["planner", "config", "errors", "layout"],
     "data": ["data", "config", "errors"],
     "models": ["models", "config", "errors"],

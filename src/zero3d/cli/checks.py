@@ -103,7 +103,9 @@ def check_model(config: Config, prepared: Prepared, ranks: int, allow_code: bool
     if machine.gpus():
         return
     assert resolved.parallel.dp != "auto"
-    predicted = at_each_level(resolved, sum(info.numel for info in infos), resolved.parallel.dp)
+    trained = sum(info.numel for info in infos if info.trainable)
+    frozen = sum(info.numel for info in infos) - trained
+    predicted = at_each_level(resolved, trained, resolved.parallel.dp, frozen)
     states = predicted[resolved.zero.level].total
     _check_memory(ranks, PROCESS_BYTES + states, f"with {size(states)} of model states each")
 

@@ -2,15 +2,7 @@
 
 from torch import Tensor
 
-
-class Done:
-    """What has happened already."""
-
-    def wait(self) -> None:
-        return None
-
-
-DONE = Done()
+from zero3d.comm.done import DONE, Done
 
 
 class SoloAxis:

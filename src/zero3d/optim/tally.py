@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zero3d.contracts import Axis
-from zero3d.exact import LIMBS, Squares, exact_sum, value_of
+from zero3d.exact import LIMBS, exact_sum, value_of
 
 DIGESTS = 1 << 24
 """The squares of digests below this, added over thousands of ranks, fit an int64."""
@@ -36,27 +36,30 @@ class Totals:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """This rank's part: 0-dim losses and counts of its micro-batches, squares of its shards, and what it did."""
+    """This rank's part: 0-dim losses and counts of its micro-batches, sums of squares of groups of gradient
+    elements (fp64), and what it did."""
 
     losses: Sequence[Tensor]
     counts: Sequence[Tensor]
-    squares: Sequence[Squares]
+    squares: Sequence[Tensor]
     arrivals: Mapping[str, int]
     digest: int
 
 
 def agree(part: Part, axis: Axis, device: torch.device) -> Totals:
     """Adds the parts of all ranks of `axis`; exact, so that neither order nor sharding shows."""
-    none = torch.zeros(LIMBS, dtype=torch.int64, device=device)
-    squares = torch.stack([none, *(one.limbs for one in part.squares)]).sum(0)
-    bad = torch.stack([none[0], *(one.bad for one in part.squares)]).sum()
+    squares = torch.cat([torch.zeros(0, dtype=torch.float64, device=device), *part.squares])
+    good_squares = torch.isfinite(squares)
     losses = torch.stack([loss.double() for loss in part.losses])
     good = torch.isfinite(losses)
     counts = torch.stack(list(part.counts))
-    numbers = torch.stack([counts.sum(), bad + losses.numel() - good.sum()])
+    bad = losses.numel() - good.sum() + squares.numel() - good_squares.sum()
+    numbers = torch.stack([counts.sum(), bad])
     digest = part.digest % DIGESTS
     known = torch.tensor([digest, digest * digest, *part.arrivals.values()], device=device)
-    vector = torch.cat([exact_sum(torch.where(good, losses, 0.0)), squares, numbers, known])
+    vector = torch.cat(
+        [exact_sum(torch.where(good, losses, 0.0)), exact_sum(torch.where(good_squares, squares, 0.0)), numbers, known]
+    )
     axis.all_reduce(vector, "tally of the step").wait()
     sums: list[int] = vector.tolist()
     count, not_finite, total, squared, *arrivals = sums[2 * LIMBS :]
@@ -68,4 +71,3 @@ def agree(part: Part, axis: Axis, device: torch.device) -> Totals:
         unused=frozenset(name for name, total in zip(part.arrivals, arrivals) if not total),
         same_calls=squared * axis.size == total * total,
     )
-

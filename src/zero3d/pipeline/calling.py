@@ -2,14 +2,14 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zero3d.contracts import Batch
 from zero3d.errors import DataError
+from zero3d.trees import map_tensors, tensors_in
 
 Call = Callable[[nn.Module, Batch], Any]
 """call(model, batch) -> the model's output."""
@@ -41,30 +41,9 @@ def caller(model: nn.Module, floats: torch.dtype | None) -> Call:
     return call
 
 
-def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`value` with every tensor in nested dicts, tuples, lists and dataclasses changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: map_tensors(change, inner) for key, inner in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(change, inner) for inner in value))
-    if isinstance(value, list | tuple):
-        return type(value)(map_tensors(change, inner) for inner in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: map_tensors(change, getattr(value, f.name)) for f in fields(value)})
-    return value
-
-
 def split(batch: Batch, size: int | None, device: torch.device) -> list[Batch]:
     """Micro-batches of `size` samples (the last may be smaller), moved to `device`; None: the batch as one."""
-    samples: set[int] = set()
-
-    def count(tensor: Tensor) -> Tensor:
-        samples.update(tensor.shape[:1])
-        return tensor
-
-    map_tensors(count, batch)
+    samples = {len(tensor) for tensor in tensors_in(batch) if tensor.dim()}
     if len(samples) > 1:
         raise DataError(
             f"the tensors of a batch have different numbers of samples: {', '.join(map(str, sorted(samples)))}",

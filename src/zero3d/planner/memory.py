@@ -56,8 +56,10 @@ def states(
     dp: int,
     widths: Widths = Widths(),
     reduce: Literal["step", "micro-batch"] | None = None,
+    frozen: float = 0,
 ) -> ModelStates:
-    """What each of `dp` ranks holds of `parameters` parameters; a part of a parameter counts as whole.
+    """What each of `dp` ranks holds of `parameters` trained parameters and `frozen` others, which are weights alone;
+    a part of a parameter counts as whole.
 
     `reduce`: when gradients are reduced; left out, as late as the level allows what it promises.
     """
@@ -66,7 +68,7 @@ def states(
     reduce = reduce or ("step" if level <= 1 else "micro-batch")
     whole, shard = ceil(parameters), ceil(parameters / dp)
     return ModelStates(
-        weights=widths.weights * (shard if level >= 3 else whole),
+        weights=widths.weights * (shard + ceil(frozen / dp) if level >= 3 else whole + ceil(frozen)),
         gradients=widths.gradients * (whole if level == 0 or reduce == "step" else shard),
         optimizer=widths.optimizer * (shard if level >= 1 else whole),
     )
@@ -86,11 +88,18 @@ def widths_of(config: Config) -> Widths:
     )
 
 
-def at_each_level(config: Config, parameters: int, dp: int) -> list[ModelStates]:
+def at_each_level(config: Config, parameters: int, dp: int, frozen: int = 0) -> list[ModelStates]:
     """The table of levels 0 to 3 for a configuration; its own level keeps its own `zero.reduce`."""
     widths = widths_of(config)
     own = None if config.zero.reduce == "auto" else config.zero.reduce
     return [
-        states(parameters, level, dp=dp, widths=widths, reduce=own if level == config.zero.level else None)
+        states(
+            parameters,
+            level,
+            dp=dp,
+            widths=widths,
+            reduce=own if level == config.zero.level else None,
+            frozen=frozen,
+        )
         for level in LEVELS
     ]

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from zero3d.comm.bucket import Bucket
@@ -56,12 +55,3 @@ def point_at(parameters: Sequence[tuple[str, nn.Parameter]], bucket: Bucket, fla
     """Each parameter becomes a view of its slot, of its own shape and the buffer's dtype."""
     for slot, (_, parameter) in zip(bucket.slots, parameters):
         parameter.data = flat[slot.offset : slot.offset + slot.numel].view(parameter.shape)
-
-
-def needs_grad(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor.requires_grad]
-
-
-def in_backward() -> bool:
-    """Whether this code runs inside a backward: a forward seen here is a recomputation."""
-    return torch._C._current_graph_task_id() != -1

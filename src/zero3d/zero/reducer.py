@@ -20,7 +20,7 @@ from zero3d.comm.bucket import Bucket
 from zero3d.comm.flat import Pool
 from zero3d.contracts import Axis, Pending
 from zero3d.errors import DivergedError
-from zero3d.exact import Squares, squares
+from zero3d.exact import group_squares
 
 IN_FLIGHT = 3
 """Reductions under way at once; the next one waits for the oldest, which bounds the memory they use."""
@@ -50,7 +50,7 @@ class Lane:
         self.fires = [0] * len(bucket.slots)
         self.arrivals = [0] * len(bucket.slots)
         self.started = False
-        self.squares: Squares | None = None
+        self.squares: Tensor | None = None
         self.kept = kept
         self.wire = wire
         self._pool = pool
@@ -107,7 +107,7 @@ class Lane:
     def landed(self, *, final: bool) -> None:
         """The buffer is free again. `final`: the sum is whole; its squares are added while others are on their way."""
         if final:
-            self.squares = squares(self.landing)
+            self.squares = group_squares(self.landing)
         if self._buffer is not None:
             self._pool.give(self._buffer, self._key)
             self._buffer = None
@@ -145,10 +145,6 @@ class Reducer:
         self._tasks: set[int] = set()
 
     def begin(self, first: bool, last: bool) -> None:
-        self._next = 0
-        self._last = last
-        self._reducing = last or self._every_turn
-        self._tasks = set()
         for gathered in self._spreading.values():
             gathered.wait()
         self._spreading.clear()
@@ -156,6 +152,11 @@ class Reducer:
             if self._every_turn:
                 self._land(lane)
             lane.begin(first)
+        # Only now: what lands above belongs to the turn before.
+        self._next = 0
+        self._last = last
+        self._reducing = last or self._every_turn
+        self._tasks = set()
 
     def arrived(self, lane: Lane, index: int, gradient: Tensor) -> None:
         """Called by autograd. In a backward inside a backward (reentrant checkpointing) one parameter may come

@@ -6,10 +6,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from zero3d.comm.done import DONE
 from zero3d.comm.flat import Pool
-from zero3d.comm.solo_axis import DONE
 from zero3d.contracts import Axis
-from zero3d.exact import Squares
 from zero3d.params import ParamInfo
 from zero3d.zero.holding import Holding, Weights
 from zero3d.zero.reducer import Lane, Reducer
@@ -59,8 +58,8 @@ class ZeroReplica:
         for shard in shards:
             self._weights.publish(shard)
 
-    def squares(self) -> list[Squares]:
-        """Of the sums that landed here, bucket by bucket: over all ranks each gradient element counts once."""
+    def squares(self) -> list[Tensor]:
+        """Sums of squares of groups of 64 elements of what landed here, fp64, bucket by bucket."""
         return [lane.squares for _, _, lane in self._trained if lane.squares is not None]
 
     def arrivals(self) -> dict[str, int]:

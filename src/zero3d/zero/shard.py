@@ -7,7 +7,7 @@ from functools import cached_property
 from torch import Tensor
 
 from zero3d.comm.bucket import Bucket, Piece
-from zero3d.comm.solo_axis import DONE
+from zero3d.comm.done import DONE
 from zero3d.contracts import Pending
 
 

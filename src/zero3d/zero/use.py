@@ -9,15 +9,14 @@ differentiated at once (reentrant checkpointing) or never (the other kind); both
 never differentiated holds nothing.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from zero3d.zero.holding import in_backward, needs_grad
+from zero3d.recompute import in_backward
+from zero3d.trees import needing_grad, tensors_in
 from zero3d.zero.units import Unit
 
 
@@ -113,11 +112,11 @@ class Uses:
             return
         visit, self._root = self._root, None
         self._store.drop(visit.names)
-        for tensor in needs_grad(tensors_in(output)):
+        for tensor in needing_grad(tensors_in(output)):
             tensor.register_hook(visit.begin_backward)
 
     def _enter(self, unit: Unit, args: Any, kwargs: Any) -> None:
-        self._inside.append((unit, needs_grad(tensors_in((args, kwargs)))))
+        self._inside.append((unit, needing_grad(tensors_in((args, kwargs)))))
         self._store.hold(unit.needs)
         self._store.ready(unit.needs)
         if in_backward():
@@ -136,7 +135,7 @@ class Uses:
                 break
         else:
             return
-        outputs = needs_grad(tensors_in(output))
+        outputs = needing_grad(tensors_in(output))
         if not outputs:
             return
         visit = Visit(self, unit.needs, self._last, self._root)
@@ -146,21 +145,6 @@ class Uses:
             tensor.register_hook(visit.begin_backward)
         if inputs:
             register_multi_grad_hook(inputs, visit.end_backward, mode="all")
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists, dicts and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from tensors_in(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from tensors_in(inner)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name))
 
 
 def _with(unit: Unit, method: Any) -> Any:
