@@ -28,6 +28,7 @@ types: install
 
 tests: install
 	$(BIN)/python -m pytest tests/pure tests/rules --durations=3
+	$(BIN)/python -m pytest tests/single --durations=3
 	$(BIN)/python -m pytest tests/ranks --durations=5
 
 bench: install

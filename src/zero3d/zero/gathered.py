@@ -9,6 +9,7 @@
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from zero3d.comm.bucket import Bucket
@@ -45,10 +46,12 @@ class GatheredWeights:
         self._place_of: dict[str, Place] = {}
         self._uses: Uses | None = None
 
-    def adopt(self, bucket: Bucket, parameters: Sequence[tuple[str, nn.Parameter]], initial: Tensor) -> Holding:
-        window = Window(bucket.numel, initial.dtype, self._pool)
+    def adopt(
+        self, bucket: Bucket, parameters: Sequence[tuple[str, nn.Parameter]], initial: Tensor, dtype: torch.dtype
+    ) -> Holding:
+        window = Window(bucket.numel, dtype, self._pool)
         point_at(parameters, bucket, window.tensor)
-        part = initial[bucket.shard(self._axis.index)].clone()
+        part = initial[bucket.shard(self._axis.index)].to(dtype, copy=True)
         holding = Holding(bucket=bucket, parameters=parameters, flat=window.tensor, part=part)
         place = Place(holding, window, Guard(parameters, self._touched))
         window.hide()

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from zero3d.comm.bucket import Bucket
@@ -24,8 +25,10 @@ class Holding:
 class Weights(Protocol):
     """Where a model's weights are between and during the steps. One class for each way: whole, published, gathered."""
 
-    def adopt(self, bucket: Bucket, parameters: Sequence[tuple[str, nn.Parameter]], initial: Tensor) -> Holding:
-        """Takes over `initial` [numel] in the bucket's dtype; the parameters become views of the flat buffer."""
+    def adopt(
+        self, bucket: Bucket, parameters: Sequence[tuple[str, nn.Parameter]], initial: Tensor, dtype: torch.dtype
+    ) -> Holding:
+        """Copies what is kept of `initial` [numel] in `dtype`; the parameters become views of the flat buffer."""
         ...
 
     def watch(self, model: nn.Module, units: Sequence[Unit]) -> None:

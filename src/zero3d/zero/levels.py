@@ -80,7 +80,7 @@ def replica_for(
 ) -> ZeroReplica:
     """Builds the replica bucket by bucket: at no time is more than one bucket whole that need not stay whole."""
     level = LEVELS[options.level]
-    pool = Pool(device)
+    pool, passing = Pool(device), Pool(device)
     weights = level.weights(axis, pool, options)
     infos = {info.name: info for info in params.collect(blueprint.model)}
     placed: set[str] = set()
@@ -88,14 +88,15 @@ def replica_for(
     trained: list[tuple[Holding, Shard, Lane]] = []
     for bucket in _buckets(units, infos, dtypes, axis.size, options.bucket_bytes):
         held = [infos[slot.name] for slot in bucket.slots]
-        initial = _initial(bucket, held, blueprint, axis, device)
+        initial = _initial(bucket, held, blueprint, axis, passing)
         compute = dtypes.compute(held[0])
         parameters = [(info.name, _parameter(blueprint.model, info, device, compute)) for info in held]
-        holding = weights.adopt(bucket, parameters, _to(initial, compute))
+        holding = weights.adopt(bucket, parameters, initial, compute)
         if bucket.trainable:
             trained.append((holding, *_shard_and_lane(holding, initial, level, options, dtypes, axis, pool)))
         else:
             frozen.append(holding)
+        passing.give(initial)
         placed.update(slot.name for slot in bucket.slots)
     for info in infos.values():
         if info.name not in placed:  # It has no elements: there is nothing to hold.
@@ -132,15 +133,15 @@ def _buckets(
     return found
 
 
-def _initial(
-    bucket: Bucket, infos: Sequence[ParamInfo], blueprint: Blueprint, axis: Axis, device: torch.device
-) -> Tensor:
-    """The whole bucket's first values, fp32 where trainable; the same bits on every rank."""
+def _initial(bucket: Bucket, infos: Sequence[ParamInfo], blueprint: Blueprint, axis: Axis, passing: Pool) -> Tensor:
+    """The whole bucket's first values, fp32 unless they are integers; the same bits on every rank.
+
+    In a buffer of `passing`, as memory that comes and goes with every bucket would stay with the process.
+    """
     dtype = torch.float32 if infos[0].dtype.is_floating_point else infos[0].dtype
-    flat = torch.zeros(bucket.numel, dtype=dtype)
+    flat = passing.take(bucket.numel, dtype).zero_()
     for slot, info in zip(bucket.slots, infos):
         blueprint.fill(info.name, flat[slot.offset : slot.offset + slot.numel].view(info.shape))
-    flat = flat.to(device)
     if any(info.name in blueprint.given for info in infos):
         axis.broadcast(flat.view(torch.uint8), 0, f"first weights of {bucket.label}").wait()
     return flat
@@ -194,7 +195,3 @@ def _place_buffers(blueprint: Blueprint, axis: Axis, device: torch.device) -> No
             setattr(module, name, moved)
             if moved.numel():
                 axis.broadcast(moved.view(-1).view(torch.uint8), 0, f"buffer {name}").wait()
-
-
-def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)

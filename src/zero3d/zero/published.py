@@ -6,6 +6,7 @@ the next forward, which waits, unit by unit, only for what it uses.
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from zero3d.comm.bucket import Bucket
@@ -27,10 +28,13 @@ class PublishedWeights:
         self._coming: dict[Bucket, Pending] = {}
         self._bucket_of: dict[str, Bucket] = {}
 
-    def adopt(self, bucket: Bucket, parameters: Sequence[tuple[str, nn.Parameter]], initial: Tensor) -> Holding:
-        point_at(parameters, bucket, initial)
-        part = initial[bucket.shard(self._axis.index)]
-        holding = Holding(bucket=bucket, parameters=parameters, flat=initial, part=part)
+    def adopt(
+        self, bucket: Bucket, parameters: Sequence[tuple[str, nn.Parameter]], initial: Tensor, dtype: torch.dtype
+    ) -> Holding:
+        flat = initial.to(dtype, copy=True)
+        point_at(parameters, bucket, flat)
+        part = flat[bucket.shard(self._axis.index)]
+        holding = Holding(bucket=bucket, parameters=parameters, flat=flat, part=part)
         self._holdings[bucket] = holding
         self._guards[bucket] = Guard(parameters, self._wait_for)
         self._bucket_of.update((name, bucket) for name, _ in parameters)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from zero3d.comm.bucket import Bucket
@@ -16,9 +17,12 @@ class WholeWeights:
     def __init__(self) -> None:
         self._holdings: list[Holding] = []
 
-    def adopt(self, bucket: Bucket, parameters: Sequence[tuple[str, nn.Parameter]], initial: Tensor) -> Holding:
-        point_at(parameters, bucket, initial)
-        holding = Holding(bucket=bucket, parameters=parameters, flat=initial, part=initial)
+    def adopt(
+        self, bucket: Bucket, parameters: Sequence[tuple[str, nn.Parameter]], initial: Tensor, dtype: torch.dtype
+    ) -> Holding:
+        flat = initial.to(dtype, copy=True)
+        point_at(parameters, bucket, flat)
+        holding = Holding(bucket=bucket, parameters=parameters, flat=flat, part=flat)
         self._holdings.append(holding)
         return holding
 
