@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero3d.mapped import fresh
+
 CPU = torch.device("cpu")
 
 
@@ -173,7 +175,7 @@ def replay(target: Ref, entries: Iterable[Entry], seed: int) -> Tensor:
         if cell not in storages:
             value: Any = cell.value  # the types of storages are incomplete
             if value is None:
-                storages[cell] = _fresh(cell.num_bytes)
+                storages[cell] = fresh(cell.num_bytes, torch.uint8, CPU).untyped_storage()
             else:
                 storages[cell] = value.cpu().clone() if cell.writes else value.cpu()
         return storages[cell]
@@ -201,16 +203,12 @@ def replay(target: Ref, entries: Iterable[Entry], seed: int) -> Tensor:
     return target.on(storage_of(target.cell))
 
 
-def _fresh(num_bytes: int) -> torch.UntypedStorage:
-    return torch.empty(num_bytes, dtype=torch.uint8, device=CPU).untyped_storage()
-
-
 def _as_recorded(output: Tensor, ref: Ref) -> torch.UntypedStorage:
     """The storage of `output`, laid out as later entries expect it: devices may choose other strides."""
     layout = tuple(output.size()), output.stride(), output.storage_offset()
     enough = output.untyped_storage().nbytes() >= ref.cell.num_bytes
     if layout == (ref.size, ref.stride, ref.offset) and enough:
         return output.untyped_storage()
-    storage = _fresh(ref.cell.num_bytes)
+    storage = fresh(ref.cell.num_bytes, torch.uint8, CPU).untyped_storage()
     ref.on(storage).copy_(output)
     return storage

@@ -32,7 +32,7 @@ PURE = [
 """Parts without tensors and process groups."""
 
 ALLOWED = {
-    "comm": ["comm", "contracts", "errors", "layout"],
+    "comm": ["comm", "contracts", "errors", "layout", "mapped"],
     "zero": [
         "zero",
         "comm",
@@ -41,6 +41,7 @@ ALLOWED = {
         "contracts",
         "errors",
         "exact",
+        "mapped",
         "params",
         "precision",
         "recompute",

@@ -11,6 +11,8 @@ from collections.abc import Hashable, Iterator
 import torch
 from torch import Tensor
 
+from zero3d.mapped import fresh
+
 
 class Pool:
     """Zeroed once when made, then handed out again and again with what the last user left in them.
@@ -19,7 +21,7 @@ class Pool:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._free: dict[tuple[Hashable, ...], list[Tensor]] = {}
         self._all: list[Tensor] = []
 
@@ -27,7 +29,7 @@ class Pool:
         free = self._free.setdefault((numel, dtype, key), [])
         if free:
             return free.pop()
-        buffer = torch.zeros(numel, dtype=dtype, device=self._device)
+        buffer = fresh(numel, dtype, self.device)
         self._all.append(buffer)
         return buffer
 
@@ -42,34 +44,30 @@ class Pool:
 class Window:
     """A flat tensor [numel] that has memory only while it is shown; tensors viewing it come and go with it.
 
-    A new window is shown, so that views of it can be made.
+    A new window is shown, so that views of it can be made; that memory is dropped when it is first hidden.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, pool: Pool) -> None:
         self._pool = pool
         self._lent: Tensor | None = None
-        buffer = pool.take(numel, dtype)
-        self.tensor = torch.zeros_like(buffer)
-        _exchange(self.tensor, buffer)
-        _drop(buffer)
-        self._lent = buffer
-
-    @property
-    def shown(self) -> bool:
-        return self._lent is not None
+        self.shown = True
+        self.tensor = fresh(numel, dtype, pool.device)
 
     def show(self, filled: Tensor) -> None:
         """The memory of `filled` (a buffer of the pool, not to be used until `hide`) becomes the window's."""
-        assert self._lent is None
+        assert not self.shown
         _exchange(self.tensor, filled)
         self._lent = filled
+        self.shown = True
 
     def hide(self) -> None:
         """The memory goes back to the pool."""
-        assert self._lent is not None
-        _exchange(self.tensor, self._lent)
-        self._pool.give(self._lent)
+        assert self.shown
+        _exchange(self.tensor, self._lent if self._lent is not None else torch.empty(0, device=self.tensor.device))
+        if self._lent is not None:
+            self._pool.give(self._lent)
         self._lent = None
+        self.shown = False
 
 
 def _exchange(one: Tensor, other: Tensor) -> None:
@@ -82,7 +80,3 @@ def _exchange(one: Tensor, other: Tensor) -> None:
     empty.resize_(full.nbytes())
     empty.copy_(full)
     full.resize_(0)
-
-
-def _drop(tensor: Tensor) -> None:
-    tensor.untyped_storage().resize_(0)

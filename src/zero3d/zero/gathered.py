@@ -16,6 +16,7 @@ from zero3d.comm.bucket import Bucket
 from zero3d.comm.flat import Pool, Window
 from zero3d.contracts import Axis, Pending
 from zero3d.errors import ReleasedParameterError
+from zero3d.mapped import kept_copy
 from zero3d.zero.guard import Guard
 from zero3d.zero.holding import Holding, point_at
 from zero3d.zero.shard import Shard
@@ -51,7 +52,7 @@ class GatheredWeights:
     ) -> Holding:
         window = Window(bucket.numel, dtype, self._pool)
         point_at(parameters, bucket, window.tensor)
-        part = initial[bucket.shard(self._axis.index)].to(dtype, copy=True)
+        part = kept_copy(initial[bucket.shard(self._axis.index)], dtype)
         holding = Holding(bucket=bucket, parameters=parameters, flat=window.tensor, part=part)
         place = Place(holding, window, Guard(parameters, self._touched))
         window.hide()

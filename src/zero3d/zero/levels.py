@@ -21,6 +21,7 @@ from zero3d.comm.bucket import Bucket, Want, plan_buckets
 from zero3d.comm.flat import Pool
 from zero3d.config import Config
 from zero3d.contracts import Axis
+from zero3d.mapped import fresh, kept_copy
 from zero3d.params import ParamInfo
 from zero3d.precision import Dtypes
 from zero3d.zero.gathered import GatheredWeights
@@ -154,10 +155,10 @@ def _shard_and_lane(
     mine = bucket.shard(axis.index)
     span = mine if level.shards_optimizer else slice(0, bucket.numel)
     part = holding.part
-    master = part if part.dtype == torch.float32 else initial[span].clone()
+    master = part if part.dtype == torch.float32 else kept_copy(initial[span], torch.float32)
     keeps_whole = not level.shards_optimizer or not options.reduce_every_turn
-    held = torch.zeros(bucket.numel if keeps_whole else bucket.shard_numel, dtype=dtypes.held(part.dtype))
-    held = held.to(part.device)
+    numel = bucket.numel if keeps_whole else bucket.shard_numel
+    held = fresh(numel, dtypes.held(part.dtype), part.device)
     landing = held[mine] if keeps_whole else held
     shard = Shard(
         bucket=bucket,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zero3d.comm.bucket import Bucket
 from zero3d.contracts import Axis, Pending
+from zero3d.mapped import kept_copy
 from zero3d.zero.guard import Guard
 from zero3d.zero.holding import Holding, point_at
 from zero3d.zero.shard import Shard
@@ -31,7 +32,7 @@ class PublishedWeights:
     def adopt(
         self, bucket: Bucket, parameters: Sequence[tuple[str, nn.Parameter]], initial: Tensor, dtype: torch.dtype
     ) -> Holding:
-        flat = initial.to(dtype, copy=True)
+        flat = kept_copy(initial, dtype)
         point_at(parameters, bucket, flat)
         part = flat[bucket.shard(self._axis.index)]
         holding = Holding(bucket=bucket, parameters=parameters, flat=flat, part=part)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.comm.bucket import Bucket
+from zero3d.mapped import kept_copy
 from zero3d.zero.holding import Holding, point_at
 from zero3d.zero.shard import Shard
 from zero3d.zero.units import Unit
@@ -20,7 +21,7 @@ class WholeWeights:
     def adopt(
         self, bucket: Bucket, parameters: Sequence[tuple[str, nn.Parameter]], initial: Tensor, dtype: torch.dtype
     ) -> Holding:
-        flat = initial.to(dtype, copy=True)
+        flat = kept_copy(initial, dtype)
         point_at(parameters, bucket, flat)
         holding = Holding(bucket=bucket, parameters=parameters, flat=flat, part=flat)
         self._holdings.append(holding)
