@@ -14,6 +14,7 @@ from zero3d.config import Config
 from zero3d.contracts import Loss, ModelSource, OptimizerFactory
 from zero3d.errors import UsageError
 from zero3d.initial import draw
+from zero3d.notices import notices
 from zero3d.optim.rule import rule_for
 from zero3d.optim.sharded import ShardedOptimizer
 from zero3d.params import ParamInfo
@@ -24,7 +25,7 @@ from zero3d.pipeline.stage import ModelStage
 from zero3d.precision import Scaler, dtypes_for
 from zero3d.randomness import Randomness
 from zero3d.recompute import recompute
-from zero3d.zero.levels import options_for, replica_for
+from zero3d.zero.levels import gathers, options_for, replica_for
 from zero3d.zero.replica import ZeroReplica
 from zero3d.zero.units import find_blocks, split_units
 
@@ -85,5 +86,5 @@ def assemble(
         optimizer=ShardedOptimizer(rule, replica.shards),
         scaler=scaler,
         clip_norm=config.optimizer.clip_norm,
-        notice=blueprint.notice,
+        notice=notices(blueprint.notice, model, has_blocks=bool(blocks), gathers=gathers(config)),
     )

@@ -1,6 +1,7 @@
 """Engine: a model, a loss and an optimizer that train as a configuration says."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,9 +34,10 @@ MOST_SKIPS = 10
 class StepReport:
     """One step, the same on every rank.
 
-    loss: mean over the global batch's counted targets; tokens: their number; grad_norm: before clipping;
-    clip_coefficient: what gradients were multiplied by; lr: of the first parameter group; skipped: nothing was updated
-    (fp16 overflow, or no target counted); seconds: on this rank, from call to return; loss_scale: fp16's, else 1.
+    loss: mean over the global batch's counted targets (NaN without any); tokens: their number; grad_norm: before
+    clipping; clip_coefficient: what gradients were multiplied by; lr: of the first parameter group; skipped: nothing
+    was updated (fp16 overflow, or no target counted); seconds: on this rank, from call to return; loss_scale: fp16's,
+    else 1.
     """
 
     step: int
@@ -56,7 +58,7 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateReport:
-    """The mean loss over the counted targets of all ranks' batches, and their number."""
+    """The mean loss over the counted targets of all ranks' batches (NaN without any), and their number."""
 
     loss: float
     tokens: int
@@ -85,6 +87,7 @@ class Engine:
         call: Call | None = None,
     ) -> None:
         given = Config.load(config if config is not None else {})
+        _refuse_unheard(given, optimizer)
         own_batches = "global_batch" not in given.data.model_fields_set
         self.config = given.resolved(ranks_started(), native_bf16(), own_batches=own_batches)
         parallel = self.config.parallel
@@ -95,6 +98,8 @@ class Engine:
         self._parts: Parts = assemble(model, loss, optimizer, self.config, self._mesh, call)
         self._steps = 0
         self._updates = 0
+        self._closed = False
+        self._sent: Counter[str] = Counter()
         self._last: Done | None = None
         self._sample: Batch = None
         self.model: nn.Module = self._parts.model
@@ -137,17 +142,19 @@ class Engine:
         """
         began = time.perf_counter()
         micro_batches = self._split(batch)
+        sent = {name: axis.sent_bytes for name, axis in self._mesh.axes.items()}
         self.model.train()
         steps = self.config.run.steps
         lr = factor(self._updates, steps, self.config.optimizer)
         done = train_step(self._parts, micro_batches, self._steps, lr)
         self._check(done, micro_batches)
+        self._sent.update({name: axis.sent_bytes - sent[name] for name, axis in self._mesh.axes.items()})
         self._sample, self._last = micro_batches[0], done
         self._steps += 1
         self._updates += done.updated
         return StepReport(
             step=self._steps,
-            loss=done.totals.loss / max(done.totals.count, 1),
+            loss=done.totals.mean_loss,
             tokens=done.totals.count,
             grad_norm=done.clipping.norm,
             clip_coefficient=done.clipping.coefficient,
@@ -161,7 +168,7 @@ class Engine:
         """The loss of `batch` without gradients or dropout; training flags are as before after it. Collective."""
         with self._evaluating():
             totals = evaluate_step(self._parts, self._split(batch))
-        return EvaluateReport(loss=totals.loss / max(totals.count, 1), tokens=totals.count)
+        return EvaluateReport(loss=totals.mean_loss, tokens=totals.count)
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
@@ -179,7 +186,10 @@ class Engine:
             whole.update((name, tensor) for name in (info.name, *info.ties))
         with self._parts.replica.gathered():
             names = self.model.state_dict(keep_vars=True)
-        return {name: whole[name] if name in whole else tensor.detach().clone() for name, tensor in names.items()}
+        return {
+            name: whole[name] if name in whole else self._parts.replica.rank_0s(tensor, name)
+            for name, tensor in names.items()
+        }
 
     def grad_of(self, name: str) -> Tensor:
         """The whole gradient of the last step's mean loss with respect to parameter `name`, fp32 and before
@@ -203,16 +213,18 @@ class Engine:
         return self._everyones(mine)
 
     def sent_bytes(self) -> dict[str, list[int]]:
-        """axis -> bytes that each rank sent, the mean per step. Collective."""
+        """axis -> bytes that each rank sent in steps, the mean per step; evaluation does not count. Collective."""
         steps = max(self._steps, 1)
-        mine = {name: axis.sent_bytes // steps for name, axis in self._mesh.axes.items() if axis.size > 1}
+        mine = {name: self._sent[name] // steps for name, axis in self._mesh.axes.items() if axis.size > 1}
         return self._everyones(mine)
 
     def close(self) -> None:
-        """Leaves the other ranks."""
-        self._mesh.close()
+        """Ends the engine: nothing can be called after it. The ranks stay together until their processes end."""
+        self._closed = True
 
     def _split(self, batch: Batch) -> list[Batch]:
+        if self._closed:
+            raise UsageError("the engine is closed", hint="Make a new one; several in one process are fine.")
         micro_batches = split(batch, self.config.parallel.micro_batch, self.device)
         rounds = any(shard.gradient.dtype != torch.float32 for shard in self._parts.replica.shards)
         if len(micro_batches) > 1 and rounds and self.config.precision.gradients == "compute":
@@ -261,3 +273,21 @@ class Engine:
         numbers[self.dp_index] = torch.tensor(list(mine.values()), device=self.device)
         self._parts.axis.inner.all_reduce(numbers.view(-1), "report").wait()
         return dict(zip(mine, numbers.t().tolist()))
+
+
+def _refuse_unheard(config: Config, optimizer: object) -> None:
+    """Settings that the user's own optimizer function would not hear of."""
+    if optimizer is None or isinstance(optimizer, str):
+        return
+    if not callable(optimizer):
+        raise UsageError(
+            f"the optimizer is a {type(optimizer).__name__}",
+            hint="Give a function of parameters, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1).",
+        )
+    set_here = config.model_fields_set & {"optimizer"} and config.optimizer.model_fields_set
+    unheard = sorted(set_here & {"name", "lr", "betas", "eps", "weight_decay", "no_decay"}) if set_here else []
+    if unheard:
+        raise ConfigError(
+            f"optimizer.{unheard[0]} is set, and the optimizer is a function that makes its own settings",
+            hint="Set it in one place: in the function, or in the configuration with optimizer = None.",
+        )

@@ -1,5 +1,6 @@
 """The ranks of a run and the axes they form."""
 
+import atexit
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,17 +19,12 @@ from zero3d.layout import AXES, Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Where this process stands. `owned`: the process group was opened here and is closed here."""
+    """Where this process stands."""
 
     layout: Layout
     rank: int
     device: torch.device
     axes: dict[str, RecordedAxis]
-    owned: bool
-
-    def close(self) -> None:
-        if self.owned and dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def ranks_started() -> int:
@@ -45,12 +41,13 @@ def open_mesh(layout: Layout, timeout: timedelta) -> Mesh:
         raise ConfigError(
             f"the layout dp {layout.dp} x tp {layout.tp} x pp {layout.pp} wants {layout.world} ranks, "
             f"{started} {'was' if started == 1 else 'were'} started",
-            hint=f'Start {layout.world} ranks, or set parallel.dp = "auto".',
+            hint=f'Start {layout.world} ranks (torchrun --nproc-per-node {layout.world}), or set parallel.dp = "auto".',
         )
     device = _device()
-    owned = started > 1 and not dist.is_initialized()
-    if owned:
+    if started > 1 and not dist.is_initialized():
+        # Once a process: ranks that met, parted and meet again find what they left at the store.
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        atexit.register(_part)
     rank = dist.get_rank() if dist.is_initialized() else 0
     axes: dict[str, Axis] = {name: SoloAxis() for name in AXES}
     if started > 1:
@@ -59,7 +56,12 @@ def open_mesh(layout: Layout, timeout: timedelta) -> Mesh:
             if getattr(layout, name) > 1:
                 axes[name] = ProcessAxis(mesh.get_group(name), device)
     recorded = {name: RecordedAxis(axis) for name, axis in axes.items()}
-    return Mesh(layout=layout, rank=rank, device=device, axes=recorded, owned=owned)
+    return Mesh(layout=layout, rank=rank, device=device, axes=recorded)
+
+
+def _part() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _device() -> torch.device:

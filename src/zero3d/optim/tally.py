@@ -6,6 +6,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 
 import torch
 from torch import Tensor
@@ -32,6 +33,11 @@ class Totals:
     finite: bool
     unused: frozenset[str]
     same_calls: bool
+
+    @property
+    def mean_loss(self) -> float:
+        """Over the counted targets; NaN where there are none."""
+        return self.loss / self.count if self.count else nan
 
 
 @dataclass(frozen=True, kw_only=True)

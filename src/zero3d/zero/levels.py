@@ -51,17 +51,32 @@ class Level:
 
     weights: Callable[[Axis, Pool, Options], Weights]
     shards_optimizer: bool
+    gathers: bool
+
+
+def _gathered(axis: Axis, pool: Pool, options: Options) -> Weights:
+    return GatheredWeights(axis, pool, prefetch=options.prefetch, overlap=options.overlap)
+
+
+def _published(axis: Axis, pool: Pool, options: Options) -> Weights:
+    return PublishedWeights(axis, overlap=options.overlap)
+
+
+def _whole(axis: Axis, pool: Pool, options: Options) -> Weights:
+    return WholeWeights()
 
 
 LEVELS = {
-    0: Level(lambda axis, pool, options: WholeWeights(), shards_optimizer=False),
-    1: Level(lambda axis, pool, options: PublishedWeights(axis, overlap=options.overlap), shards_optimizer=True),
-    2: Level(lambda axis, pool, options: PublishedWeights(axis, overlap=options.overlap), shards_optimizer=True),
-    3: Level(
-        lambda axis, pool, options: GatheredWeights(axis, pool, prefetch=options.prefetch, overlap=options.overlap),
-        shards_optimizer=True,
-    ),
+    0: Level(_whole, shards_optimizer=False, gathers=False),
+    1: Level(_published, shards_optimizer=True, gathers=False),
+    2: Level(_published, shards_optimizer=True, gathers=False),
+    3: Level(_gathered, shards_optimizer=True, gathers=True),
 }
+
+
+def gathers(config: Config) -> bool:
+    """Whether weights are whole only while they are used."""
+    return LEVELS[config.zero.level].gathers
 
 
 def options_for(config: Config) -> Options:

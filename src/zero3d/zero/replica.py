@@ -85,6 +85,13 @@ class ZeroReplica:
         for holding in self._frozen:
             yield from self._tensors(holding, holding.part, shapes)
 
+    def rank_0s(self, buffer: Tensor, name: str) -> Tensor:
+        """A copy of rank 0's value of a buffer: ranks may have written their own."""
+        copy = buffer.detach().clone(memory_format=torch.contiguous_format)
+        if copy.numel():
+            self._axis.broadcast(copy.view(-1).view(torch.uint8), 0, f"buffer {name}").wait()
+        return copy
+
     def gradient_of(self, info: ParamInfo) -> Tensor:
         """The whole sum over ranks and micro-batches of one trainable parameter's gradient."""
         for holding, shard, _ in self._trained:
