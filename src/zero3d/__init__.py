@@ -1,4 +1,4 @@
-"""zero3d: plan, rehearse and run large-model training with ZeRO, offload and 3D parallelism.
+"""zero3d: trains PyTorch models with ZeRO levels 0 to 3, and the same numbers at every level.
 
 Glossary. These words and no others are used in code, commands, errors and reports.
 

@@ -63,7 +63,7 @@ class Run(Section):
     """What the run is called on the screen and in its records."""
     out: str = "runs/run"
     """The folder that receives metrics, the resolved configuration and what else the run writes."""
-    seed: NotNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << 63, strict=True)] = 0
     """Weights depend on it and their name alone; dropout on it, step, micro-batch, dp index and block."""
     steps: Positive = 100
     """Optimizer updates that the learning-rate schedule is planned for."""
@@ -82,9 +82,9 @@ class Model(Section):
     """In place of a preset: `package.module:function` that returns an nn.Module; needs --allow-code."""
     blocks: str | None = None
     """Path of the list of repeated blocks, such as "transformer.h"; found by itself when left out."""
-    width: Positive = 256
+    width: Annotated[int, Field(ge=1, le=1 << 20)] = 256
     """Preset: size of the residual stream."""
-    layers: Positive = 6
+    layers: Annotated[int, Field(ge=1, le=10_000)] = 6
     """Preset: number of blocks."""
     heads: Positive = 4
     """Preset: attention heads; divides `width`."""
@@ -101,7 +101,7 @@ class Data(Section):
     """"bytes", or the path of a Hugging Face `tokenizers` JSON file."""
     sequence_length: Positive = 256
     """Tokens a sample is trained on."""
-    global_batch: Positive = 32
+    global_batch: Annotated[int, Field(ge=1, le=1 << 24)] = 32
     """Samples in one step, over all ranks and micro-batches."""
 
 

@@ -78,7 +78,8 @@ def _step_problems(config: "Config") -> Iterator[Problem]:
             "optimizer.warmup",
             f"optimizer.warmup = {warmup} is more than run.steps = {steps}, "
             "so the learning rate would never reach its peak",
-            f"Set optimizer.warmup to {max(steps // 20, 1)} or so, or train for more steps.",
+            f"Set optimizer.warmup to {max(steps // 20, 1)} or so, or train for more steps. To see only the "
+            "first steps of a long run, leave run.steps and set run.stop_after.",
         )
     if stop_after is not None and stop_after > steps:
         yield Problem(

@@ -94,7 +94,7 @@ class Engine:
         assert parallel.dp != "auto", "resolved"
         layout = Layout(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp)
         self._mesh = open_mesh(layout, timedelta(seconds=self.config.run.timeout_seconds))
-        optimizer = optimizer or self.config.optimizer.name
+        optimizer = self.config.optimizer.name if optimizer is None else optimizer
         self._parts: Parts = assemble(model, loss, optimizer, self.config, self._mesh, call)
         self._steps = 0
         self._updates = 0
@@ -141,6 +141,11 @@ class Engine:
         Raises `NonFiniteError` when numbers went wrong for good; nothing has been updated then.
         """
         began = time.perf_counter()
+        if not torch.is_grad_enabled():
+            raise UsageError(
+                "a step needs gradients, and they are switched off here",
+                hint="Leave `with engine.gathered():` or `torch.no_grad()` first.",
+            )
         micro_batches = self._split(batch)
         sent = {name: axis.sent_bytes for name, axis in self._mesh.axes.items()}
         self.model.train()
@@ -172,7 +177,9 @@ class Engine:
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """The model as plain torch with whole weights, e.g. to generate. Entering is collective, leaving is not."""
+        """The model as plain torch with whole weights, e.g. to generate. Entering is collective, leaving is not.
+
+        To be read: what is written to weights inside may be lost."""
         with self._parts.replica.gathered(), self._evaluating(), torch.no_grad():
             yield self.model
 
@@ -221,6 +228,7 @@ class Engine:
     def close(self) -> None:
         """Ends the engine: nothing can be called after it. The ranks stay together until their processes end."""
         self._closed = True
+        self._parts.replica.close()
 
     def _split(self, batch: Batch) -> list[Batch]:
         if self._closed:

@@ -6,7 +6,7 @@ activations and runs the block again when backward first needs one.
 
 import inspect
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -38,15 +38,14 @@ class Recomputed:
             next(running, None)
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), self._repeating()
+        return nullcontext(), self
 
-    @contextmanager
-    def _repeating(self) -> Generator[None, None, None]:
+    def __enter__(self) -> None:
+        """Round each recomputation, of which there may be several: the block runs as it is."""
         self._again = True
-        try:
-            yield
-        finally:
-            self._again = False
+
+    def __exit__(self, *_: object) -> None:
+        self._again = False
 
 
 def recompute(blocks: Sequence[nn.Module]) -> None:

@@ -1,6 +1,7 @@
 """What a run writes into its folder: config.toml, metrics.jsonl, TensorBoard files when its package is there.
 
-The lines of metrics.jsonl are those of `--json`: one a step, one at the end.
+The lines of metrics.jsonl are those of `--json`: a note if there is one, one a step, one at the end. What an
+earlier run left in the folder is kept under another name.
 """
 
 import importlib
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
 
 
 def step_event(report: "StepReport") -> dict[str, object]:
@@ -31,6 +33,11 @@ def step_event(report: "StepReport") -> dict[str, object]:
         "skipped": report.skipped,
         "seconds": report.seconds,
     }
+
+
+def note_event(message: str) -> dict[str, object]:
+    """What a user should know of how the run is done, before the first step."""
+    return {"event": "note", "message": message}
 
 
 def done_event(summary: "Summary") -> dict[str, object]:
@@ -54,21 +61,43 @@ def as_line(event: Mapping[str, object]) -> str:
     )
 
 
+def keep_earlier(folder: Path) -> list[str]:
+    """Moves config.toml and metrics.jsonl of an earlier run to the next free number. -> their new names."""
+    there = [folder / name for name in (METRICS, CONFIG) if (folder / name).exists()]
+    number = 1
+    while any(_numbered(folder / name, number).exists() for name in (METRICS, CONFIG)):
+        number += 1
+    for path in there:
+        path.rename(_numbered(path, number))
+    return [_numbered(path, number).name for path in there]
+
+
+def _numbered(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}-{number}{path.suffix}")
+
+
 class RunFolder:
-    """config.toml at the start, a line of metrics.jsonl every `run.log_every` steps and one at the end."""
+    """config.toml at the start, a line of metrics.jsonl every `run.log_every` steps and one at the end.
+
+    `kept`: what the records of an earlier run in the same folder are called now; known once started.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.kept: list[str] = []
         self._every = 1
         self._metrics: TextIO | None = None
 
     def started(self, plan: "Plan") -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.kept = keep_earlier(self.folder)
         text = "# The configuration of this run with everything resolved; it can be trained again as it is.\n\n"
         (self.folder / CONFIG).write_text(text + plan.config.to_toml(), encoding="utf-8")
         self._every = plan.config.run.log_every
         # Line by line: what was measured is there however the run ends.
         self._metrics = open(self.folder / METRICS, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+        if plan.notice:
+            self._metrics.write(as_line(note_event(plan.notice)) + "\n")
 
     def stepped(self, report: "StepReport") -> None:
         if self._metrics and report.step % self._every == 0:
@@ -87,18 +116,22 @@ class RunFolder:
 
 
 class TensorBoard:
-    """Loss, gradient norm, learning rate and speed as TensorBoard scalars."""
+    """Loss, gradient norm, learning rate and speed as TensorBoard scalars; a subfolder a run."""
 
     @staticmethod
     def is_there() -> bool:
         return importlib.util.find_spec("tensorboard") is not None
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder / "tensorboard"
+        self._folder = folder / TENSORBOARD
         self._writer: Any = None
 
     def started(self, plan: "Plan") -> None:
-        self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(self._folder))
+        number = 1
+        while (self._folder / f"run-{number}").exists():
+            number += 1
+        folder = self._folder / f"run-{number}"
+        self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
         self._writer.add_text("config", "```toml\n" + plan.config.to_toml() + "\n```")
 
     def stepped(self, report: "StepReport") -> None:

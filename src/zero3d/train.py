@@ -71,6 +71,8 @@ class Summary:
     steps: int
     seconds: float
     train_loss: float
+    """The mean over the last `last_steps` steps."""
+    last_steps: int
     heldout_loss: float
     bits: Bits | None
     tokens_per_second: float
@@ -165,6 +167,7 @@ def _look_back(
         steps=len(reports),
         seconds=sum(one.seconds for one in reports),
         train_loss=train_loss,
+        last_steps=len(last),
         heldout_loss=heldout_loss,
         bits=_bits(prepared, plan, train_loss, heldout_loss) if engine.rank == 0 else None,
         tokens_per_second=sum(one.tokens for one in timed) / sum(one.seconds for one in timed),
@@ -203,7 +206,7 @@ def _sample(engine: Engine, prepared: Prepared) -> tuple[str, str]:
         if engine.rank != 0:
             return "", ""
         tokens = generate(
-            model,
+            lambda ids: model(tokens=ids),
             torch.from_numpy(prompt)[None].to(engine.device),
             SAMPLE_TOKENS,
             sequence_length=engine.config.data.sequence_length,

@@ -1,10 +1,10 @@
-"""Tensors in what people pass around: nested dicts, tuples, lists and dataclasses."""
+"""Tensors in what people pass around: nested dicts, tuples, lists, dataclasses and plain objects."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -17,9 +17,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from tensors_in(inner)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name))
+    elif hasattr(value, "__dict__") and not isinstance(value, type | nn.Module):
+        for inner in vars(value).values():
+            yield from tensors_in(inner)
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:

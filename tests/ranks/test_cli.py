@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import pytest
 from rich.cells import cell_len
 
 from zero3d.config import Config
+from zero3d.records import TensorBoard
 
 pytestmark = pytest.mark.cli
 
@@ -71,7 +74,12 @@ def zero3d(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
         (["tiny.toml", "--set", "data.global_batch=5"], ["5 = 2 x 2 + 1", "4 or 6"]),
         (["tiny.toml", "--set", "data.global_batch=1"], ["fewer samples than ranks"]),
         (["tiny.toml", "-n", "3"], ["parallel.dp = 2 needs 2 ranks, and 3 are started"]),
-        (["tiny.toml", "--set", "data.source=none.txt"], ["none.txt"]),
+        (["tiny.toml", "--set", "data.source=none.txt"], ["there is no /", "/none.txt"]),
+        (["tiny.toml", "--set", "optimizer.warmup=9"], ["more than run.steps = 4", "run.stop_after"]),
+        (
+            ["tiny.toml", "--a-word-that-is-longer-than-a-narrow-window-is-wide"],
+            ["--a-word-that-is-longer-than-a-narrow"],
+        ),
         (["tiny.toml", "--set", "data.source=empty"], ["empty"]),
         (["tiny.toml", "--set", "data.sequence_length=100000"], ["sequence"]),
         (["tiny.toml", "--set", "run.out=text.py/out"], ["run.out", "cannot be written"]),
@@ -154,17 +162,58 @@ def test_the_screen_without_a_terminal(folder: Path) -> None:
         "Bytes held by each rank",
         "A sample",
         "What to try next",
-        "zero3d train tiny.toml --set",
+        "zero3d train tiny.toml --set zero.level=1 --set run.out=out-level1",
+        "last 4 training steps",
     ):
         assert part in done.stdout, part
     assert "\x1b[" not in done.stdout
     assert max(map(cell_len, done.stdout.splitlines())) <= 100
+    assert "nats" not in done.stdout, "one unit"
+
+
+def test_what_to_try_next_can_be_run_as_it_stands(folder: Path) -> None:
+    """The user's own options, with one thing changed and a folder of its own."""
+    own = ["-n", "2", "--set", "run.stop_after=2", "--set", "optimizer.betas=[0.8, 0.9]"]
+    done = zero3d(folder, "train", "tiny.toml", *own)
+    assert done.returncode == 0, done.stderr
+    assert "2 of 4 steps" in done.stdout
+    commands = [shlex.split(line) for line in done.stdout.splitlines() if line.startswith("  zero3d train")]
+    assert len(commands) == 3
+    outs = set()
+    for words in commands:
+        assert words[:4] == ["zero3d", "train", "tiny.toml", "-n"] and "optimizer.betas=[0.8, 0.9]" in words
+        outs |= {word for word in words if word.startswith("run.out=")}
+    assert len(outs) == 3 and "run.out=out" not in outs
+    assert not any("stop_after" in word for word in commands[0]), "first of all, the steps that were left out"
+    twice = [words for words in commands if "parallel.dp=4" in words]
+    assert twice and twice[0][4] == "4"
+    again = zero3d(folder, *commands[0][1:])
+    assert again.returncode == 0, again.stderr
+    assert len((folder / "out-all" / "metrics.jsonl").read_text().splitlines()) == 5
+
+
+def test_a_second_run_in_the_same_folder_keeps_what_the_first_left(folder: Path) -> None:
+    """The second once wrote over the first."""
+    out, texts = folder / "out", []
+    for number in range(3):
+        done = zero3d(folder, "train", "tiny.toml", "--set", f"run.seed={number}", "--set", "run.stop_after=1")
+        assert done.returncode == 0, done.stderr
+        told = f"earlier records kept as metrics-{number}.jsonl and config-{number}.toml" if number else "─ tiny ─"
+        assert told in done.stdout.splitlines()[0]
+        texts.append(((out / "metrics.jsonl").read_text(), (out / "config.toml").read_text()))
+    assert len(set(texts)) == 3
+    for number in (1, 2):
+        kept = ((out / f"metrics-{number}.jsonl").read_text(), (out / f"config-{number}.toml").read_text())
+        assert kept == texts[number - 1]
+    if TensorBoard.is_there():
+        assert {path.name for path in (out / "tensorboard").iterdir()} == {"run-1", "run-2", "run-3"}
 
 
 class Running:
     """`zero3d train --json` that has made its first step, and its ranks."""
 
     def __init__(self, folder: Path, *words: str) -> None:
+        self.folder = folder
         self.process = subprocess.Popen(
             [*ZERO3D, "train", "tiny.toml", "--json", *words],
             cwd=folder,
@@ -217,7 +266,14 @@ def test_an_interrupt_ends_all_ranks_with_130(running: Running, how: str) -> Non
         time.sleep(0.02)
         running.process.send_signal(signal.SIGINT)
     code, told = running.end(5)
-    assert code == 130 and told.splitlines()[-1] == "zero3d: interrupted"
+    assert code == 130
+    last = re.fullmatch(
+        r"zero3d: interrupted after step ([\d,]+) of 1,000,000; metrics are in out/metrics.jsonl", told.splitlines()[-1]
+    )
+    assert last, told
+    lines = (running.folder / "out" / "metrics.jsonl").read_text().splitlines()
+    step = int(last[1].replace(",", ""))
+    assert abs(json.loads(lines[-1])["step"] - step) <= 1, "each line is written with its step"
     assert "Traceback" not in told
 
 
@@ -273,6 +329,36 @@ def test_an_error_on_one_rank_is_told_once_and_names_the_rank(folder: Path) -> N
     assert done.returncode == 4
     assert done.stderr.count("the second batch is cursed") == 1 and "rank 1" in done.stderr
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) <= 3
+
+
+@pytest.mark.parametrize(
+    ("signature", "told"), [("ids", "forward(ids) takes no keyword `tokens`"), ("tokens, mask", "needs 'mask'")]
+)
+def test_a_forward_that_cannot_be_called_is_refused_before_any_rank_starts(
+    folder: Path, signature: str, told: str
+) -> None:
+    (folder / "mine.py").write_text(MINE.replace("self, tokens", f"self, {signature}"))
+    (folder / "mine.toml").write_text(CONFIG.replace("width = 32\nlayers = 2\nheads = 2", 'path = "mine:build"'))
+    done = zero3d(folder, "train", "mine.toml", "--allow-code")
+    assert done.returncode == 2 and told in done.stderr
+    assert "[B, T] ids" in done.stderr and "[B, T, vocabulary]" in done.stderr
+    assert not (folder / "out" / "metrics.jsonl").exists()
+
+
+def test_a_note_is_shown_and_is_an_event_before_the_first_step(folder: Path) -> None:
+    """At level 3 a model without a list of blocks gets one; who reads events by name is not disturbed."""
+    plain = MINE.replace("nn.ModuleList(nn.Linear(16, 16) for _ in range(2))", "[]").replace('== "1"', '== "none"')
+    (folder / "mine.py").write_text(plain.replace("self, tokens", "self, *, tokens"))
+    (folder / "mine.toml").write_text(CONFIG.replace("width = 32\nlayers = 2\nheads = 2", 'path = "mine:build"'))
+    words = ["train", "mine.toml", "--allow-code", "--set", "zero.level=3"]
+    done = zero3d(folder, *words, "--json")
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [event["event"] for event in events] == ["note"] + ["step"] * 4 + ["done"]
+    assert list(events[0]) == ["event", "message"] and "model.blocks" in events[0]["message"]
+    shown = zero3d(folder, *words).stdout
+    assert "│ note " in shown and "model.blocks" in shown
+    assert "--allow-code" in shown, "in what to try next"
 
 
 def test_under_torchrun(folder: Path) -> None:

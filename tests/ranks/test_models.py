@@ -203,7 +203,114 @@ class OneSegment(Stack):
         return x
 
 
+class Leaves(Stack):
+    """Each block starts from a leaf, and computes on its weights: a leaf's gradient comes before theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            nn.utils.parametrizations.weight_norm(block.up)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = x + block(x.detach().requires_grad_())
+        return self.leave(x)
+
+
+class ReentrantMerged(Leaves):
+    """Reentrant checkpointing makes leaves of every block's inputs."""
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.leave(x)
+
+
+class Box:
+    """An output that is neither a tensor nor a container."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Boxed(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return Box(super().forward(x))
+
+
+class Boxes(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Boxed() for _ in range(3))
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x).value
+        return self.leave(x)
+
+
+class Aside(Layer):
+    """Returns nothing and leaves its result in a list."""
+
+    def forward(self, x: Tensor, results: list[Tensor]) -> None:  # type: ignore[override]
+        results.append(super().forward(x))
+
+
+class Asides(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Aside() for _ in range(3))
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        results = [self.enter(x)]
+        for block in self.blocks:
+            block(results[-1], results)
+        return self.leave(results[-1])
+
+
+class InPlace(Layer):
+    """Writes into its input, which becomes its output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(super().forward(x * 1.0))
+
+
+class InPlaces(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(InPlace() for _ in range(3))
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        x = self.enter(x) * 1.0
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+
+class Vmapped(Stack):
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = torch.func.vmap(lambda row, block=block: block(row))(x)
+        return self.leave(x)
+
+
+class Forces(Stack):
+    """Differentiates inside the forward, and what comes of it once more in backward."""
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        place = x.detach().requires_grad_()
+        with torch.enable_grad():
+            energy = super().forward(place, kind).square().sum()
+            [force] = torch.autograd.grad(energy, place, create_graph=self.training)
+        return super().forward(x, kind) + force[:, :3]
+
+
 MODELS: list[Callable[[], nn.Module]] = [
+    Leaves, ReentrantMerged, Boxes, Asides, InPlaces, Vmapped, Forces,
     Stack, Tied, TiedModules, Frozen, Twice, Unused, Branches, Sometimes, Odd, Conv, Checkpointed, Reentrant, OneSegment
 ]  # fmt: skip
 
@@ -270,7 +377,9 @@ def train_reference(make: Callable[[], nn.Module]) -> reference.Trace:
     return reference.train(build(make), loss, adamw, steps, call=lambda model, batch: model(batch["x"], batch["kind"]))
 
 
-CASES = [(make, recompute) for make in MODELS for recompute in (False, True) if make is not Conv or not recompute]
+# No blocks to recompute; and what torch's own checkpointing does not allow: inputs that are written to, and vmap.
+NOT_RECOMPUTED = (Conv, InPlaces, Vmapped)
+CASES = [(make, again) for make in MODELS for again in (False, True) if make not in NOT_RECOMPUTED or not again]
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,18 @@ def refusals() -> dict[str, str]:
     def engine(module: Any = None, rule: Any = "adamw", loss: Any = tiny.loss, **sections: Any) -> zero3d.Engine:
         return zero3d.Engine(module if module is not None else tiny.tiny(), loss, rule, sections)
 
+    class Coupled(torch.optim.SGD):
+        """Clips by itself, over all that it was given."""
+
+        def step(self, closure: Any = None) -> Any:
+            nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1e-3)
+            return super().step(closure)
+
+    def without_gradients() -> None:
+        one = engine()
+        with one.gathered():
+            one.step(batch)
+
     batch = tiny.batches(1, 4)[0]
     ragged = {"tokens": batch["tokens"], "targets": batch["targets"][:3]}
     return {
@@ -36,6 +48,8 @@ def refusals() -> dict[str, str]:
         "recompute": text_of(lambda: engine(nn.Linear(4, 4), recompute={"mode": "block"})),
         "optimizer": text_of(lambda: engine(rule="adamm")),
         "no optimizer": text_of(lambda: engine(rule=lambda parameters: 3)),
+        "coupled": text_of(lambda: engine(rule=lambda parameters: Coupled(parameters, lr=0.1))),
+        "gathered": text_of(without_gradients),
         "float64": text_of(lambda: engine(tiny.tiny().double())),
         "ranks": text_of(lambda: engine(parallel={"dp": 3})),
         "compute": text_of(
@@ -59,6 +73,8 @@ EXPECTED = {
     "recompute": "no list of repeated blocks",
     "optimizer": "adamw",
     "no optimizer": "torch.optim.Optimizer",
+    "coupled": "does not treat each element by itself",
+    "gathered": "switched off",
     "float64": 'precision.compute = "fp32"',
     "ranks": "3",
     "compute": "compute-lossy",

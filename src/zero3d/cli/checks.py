@@ -1,13 +1,16 @@
 """All that can be known before a rank starts. Each check raises one error that names a way out."""
 
+import inspect
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from zero3d.cli import machine
 from zero3d.cli.style import size
 from zero3d.config import Config
 from zero3d.data.prepare import Prepared, Progress, prepare
-from zero3d.errors import ConfigError
+from zero3d.data.sources import STDLIB
+from zero3d.errors import ConfigError, DataError
 from zero3d.planner.memory import at_each_level
 
 PROCESS_BYTES = 350 << 20
@@ -71,8 +74,22 @@ def check_folder(out: Path) -> None:
         ) from None
 
 
+def check_source(config: Config) -> None:
+    """data.source is there; a relative path is told in full, as it hangs on the current folder."""
+    source = config.data.source
+    path = Path(source).expanduser()
+    if source == STDLIB or path.exists():
+        return
+    raise DataError(
+        f"data.source = {source!r} does not exist: there is no {path.absolute()}",
+        hint=f'Give "{STDLIB}", a text file, a folder of text files, or a prepared token file; a relative path '
+        "starts at the current folder.",
+    )
+
+
 def prepare_data(config: Config, progress: Progress | None) -> Prepared:
     """The token files, made here once, so that ranks only map them."""
+    check_source(config)
     return prepare(config.data, tokens_folder(config), progress)
 
 
@@ -92,7 +109,9 @@ def check_model(config: Config, prepared: Prepared, ranks: int, allow_code: bool
     build = build_function(config.model, prepared.vocabulary, config.data.sequence_length, allow_code=allow_code)
     try:
         with torch.device("meta"):
-            infos = collect(build())
+            model = build()
+            check_forward(config, model.forward)
+            infos = collect(model)
     except ConfigError:
         raise
     except Exception:
@@ -108,6 +127,31 @@ def check_model(config: Config, prepared: Prepared, ranks: int, allow_code: bool
     predicted = at_each_level(resolved, trained, resolved.parallel.dp, frozen)
     states = predicted[resolved.zero.level].total
     _check_memory(ranks, PROCESS_BYTES + states, f"with {size(states)} of model states each")
+
+
+def check_forward(config: Config, forward: Callable[..., object]) -> None:
+    """The model can be called with token ids by name."""
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):  # some native functions tell nothing
+        return
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    given = {one.name for one in parameters if one.name in ("tokens", "targets") and one.kind in by_name}
+    open_kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needs = [
+        one.name
+        for one in parameters
+        if one.name not in given and one.default is inspect.Parameter.empty and one.kind not in open_kinds
+    ]
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+    if not needs and ("tokens" in given or takes_all):
+        return
+    taken = ", ".join(map(str, parameters)) or "nothing"
+    wrong = f"needs {needs[0]!r}, which no batch has" if "tokens" in given else "takes no keyword `tokens`"
+    raise ConfigError(
+        f"model.path = {config.model.path!r}: forward({taken}) {wrong}",
+        hint="forward must accept a keyword `tokens` ([B, T] ids) and return logits [B, T, vocabulary].",
+    )
 
 
 def _check_memory(ranks: int, bytes_a_rank: int, what: str) -> None:

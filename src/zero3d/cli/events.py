@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, TextIO
 
-from zero3d.records import as_line, done_event, step_event
+from zero3d.records import as_line, done_event, note_event, step_event
 
 if TYPE_CHECKING:
     from zero3d.engine import StepReport
@@ -10,13 +10,14 @@ if TYPE_CHECKING:
 
 
 class Events:
-    """A line a step and one at the end, each written at once."""
+    """A note if there is one, a line a step and one at the end, each written at once."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
 
     def started(self, plan: "Plan") -> None:
-        pass
+        if plan.notice:
+            print(as_line(note_event(plan.notice)), file=self._out, flush=True)
 
     def stepped(self, report: "StepReport") -> None:
         print(as_line(step_event(report)), file=self._out, flush=True)

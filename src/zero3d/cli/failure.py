@@ -25,6 +25,15 @@ class Failure:
     last_words: str = ""
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal ended the ranks. `step`: the last that was done, None before the first; `told`: for the user."""
+
+    def __init__(self, step: int | None) -> None:
+        super().__init__()
+        self.step = step
+        self.told = "interrupted"
+
+
 class ReportedError(Zero3dError):
     """An error as a rank described it; `trace` is its traceback."""
 

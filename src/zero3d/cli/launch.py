@@ -23,9 +23,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
 
-from zero3d.cli.failure import Failure, ReportedError, root_cause
+from zero3d.cli.failure import Failure, Interrupted, ReportedError, root_cause
 from zero3d.cli.machine import cpu_cores, loopback_interface
-from zero3d.cli.rank import PARENT
+from zero3d.cli.rank import PARENT, STEP_FILE, StepFile
 
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.05
@@ -42,16 +42,18 @@ def run_ranks(
 ) -> ReportedError | None:
     """Runs `python -m zero3d ARGUMENTS` as `ranks` ranks; None when all of them did what they should.
 
-    KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP came. No rank lives when this returns or raises.
+    Interrupted: SIGINT, SIGTERM or SIGHUP came. No rank lives when this returns or raises.
     """
     if not debug:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
     folder = Path(tempfile.mkdtemp(prefix="zero3d-"))
+    step_file = folder / "step"
     try:
         with _interruptible() as asked, _store() as port:
             environments = {
                 rank: rank_environment(rank, ranks, port, environment, debug=debug) for rank in range(ranks)
             }
+            environments[0][STEP_FILE] = str(step_file)
             context = _start(arguments, environments, folder, debug=debug)
             # Starting installs handlers that raise; ours, which only take note, cannot break a clean-up.
             for number in SIGNALS:
@@ -61,7 +63,7 @@ def run_ranks(
             finally:
                 context.close(signal.SIGTERM, timeout=END_SECONDS)
     except (KeyboardInterrupt, SignalException):
-        raise KeyboardInterrupt from None
+        raise Interrupted(StepFile.read(step_file)) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -2,7 +2,7 @@
 
 import sys
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -10,7 +10,7 @@ from zero3d.cli import train
 
 app = typer.Typer(
     name="zero3d",
-    help="Large-model training with ZeRO and 3D parallelism: plan it, rehearse it, run exactly that.",
+    help="Train PyTorch models with ZeRO levels 0 to 3: the same numbers at every level.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -31,12 +31,25 @@ def _options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Large-model training with ZeRO and 3D parallelism: plan it, rehearse it, run exactly that."""
+    """Train PyTorch models with ZeRO levels 0 to 3: the same numbers at every level."""
+
+
+UsageError = cast("type[Exception]", typer.BadParameter.__base__)
+"""What typer raises when it cannot read the command line."""
 
 
 def entry() -> None:
     """What the command `zero3d` runs."""
     try:
-        app(prog_name="zero3d")
-    except KeyboardInterrupt:
+        sys.exit(app(prog_name="zero3d", standalone_mode=False))
+    except UsageError as error:
+        told = str(error.format_message())  # type: ignore[attr-defined]
+        if not sys.argv[1:]:  # then it is the help
+            print(told)
+        else:
+            # typer's own frame would break words and paths where the window is narrow.
+            verb = " train" if sys.argv[1] == "train" else ""
+            print(f"zero3d: {told}\n`zero3d{verb} --help` lists what there is.", file=sys.stderr)
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)

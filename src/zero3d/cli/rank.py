@@ -10,11 +10,18 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zero3d.cli.failure import as_known, describe
 
+if TYPE_CHECKING:
+    from zero3d.engine import StepReport
+    from zero3d.train import Plan, Summary
+
 PARENT = "ZERO3D_PARENT"
 """Process id of the `zero3d` that started this rank; not set under torchrun."""
+STEP_FILE = "ZERO3D_STEP_FILE"
+"""Where rank 0 leaves the number of the last step, for the `zero3d` that started it."""
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 PR_SET_PDEATHSIG = 1
 
@@ -46,6 +53,38 @@ def run_as_rank(work: Callable[[], None], environment: Mapping[str, str], *, deb
         # Not sys.exit: closing process groups can wait for ranks that no longer answer.
         os._exit(known.exit_code)
     return 0
+
+
+class StepFile:
+    """Keeps the number of the last step in a file, as a rank that is ended has no time to say it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "w", encoding="ascii")  # noqa: SIM115
+
+    def started(self, plan: "Plan") -> None:
+        pass
+
+    def stepped(self, report: "StepReport") -> None:
+        self._file.seek(0)
+        self._file.write(f"{report.step}\n")
+        self._file.flush()
+
+    def working_on(self, what: str) -> None:
+        pass
+
+    def done(self, summary: "Summary") -> None:
+        pass
+
+    def close(self) -> None:
+        self._file.close()
+
+    @staticmethod
+    def read(path: Path) -> int | None:
+        """The last step that was done; None: none was."""
+        try:
+            return int(path.read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            return None
 
 
 def end_with(parent: int) -> None:

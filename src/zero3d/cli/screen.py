@@ -9,7 +9,10 @@ from rich.table import Column
 from rich.text import Text
 
 from zero3d.cli import results, tables
+from zero3d.cli.options import Options
 from zero3d.cli.style import count, seconds
+from zero3d.cli.suggest import suggestions
+from zero3d.records import RunFolder
 
 if TYPE_CHECKING:
     from zero3d.engine import StepReport
@@ -19,25 +22,31 @@ LINE_SECONDS = 10.0
 """Where there is no terminal, a line at the first step, the last, and this often."""
 RECENT = 0.1
 """How much of the shown speed is the newest step's."""
+SEPARATOR = " · "
+BESIDE = 12
+"""Columns of the bar's line that are neither the step nor what is known of it."""
 
 
 class Screen:
     """Shows a run on `console`; `brief`: its progress alone, as where stdout belongs to a program."""
 
-    def __init__(self, console: Console, *, brief: bool, config_path: str) -> None:
+    def __init__(self, console: Console, *, brief: bool, options: Options, folder: RunFolder) -> None:
         self._console = console
         self._brief = brief
-        self._config_path = config_path
+        self._options = options
+        self._folder = folder
         self._losses: list[float] = []
         self._pace: _Pace | None = None
         self._progress: Progress | None = None
         self._next_line = 0.0
 
     def started(self, plan: "Plan") -> None:
+        if self._folder.kept:
+            self._print(Text(f"earlier records kept as {' and '.join(self._folder.kept)}"))
         if not self._brief:
             for part in (tables.what_will_run(plan), tables.who_holds_what(plan), tables.levels(plan)):
                 self._console.print(part, "")
-        self._pace = _Pace(plan.config.num_steps, plan.bits_per_nat)
+        self._pace = _Pace(plan.config.num_steps, *results.loss_unit(plan))
         if self._console.is_terminal:
             columns = (
                 SpinnerColumn(),
@@ -54,11 +63,15 @@ class Screen:
         self._losses.append(report.loss)
         done, facts = report.step, self._pace.facts(report)
         name = f"step {done:,}/{self._pace.steps:,}"
+        room = self._console.width - len(name) - BESIDE
+        while self._progress is not None and len(facts) > 1 and len(SEPARATOR.join(facts)) > room:
+            facts.pop(-1 if len(facts) == 2 else -2)  # how long it takes goes last
+        told = SEPARATOR.join(facts)
         if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=done, description=name, facts=facts)
+            self._progress.update(self._progress.task_ids[0], completed=done, description=name, facts=told)
         elif time.monotonic() >= self._next_line or done == self._pace.steps:
             self._next_line = time.monotonic() + LINE_SECONDS
-            self._console.print(f"{name}  {facts}", highlight=False, soft_wrap=True)
+            self._console.print(f"{name}  {told}", highlight=False, soft_wrap=True)
 
     def working_on(self, what: str) -> None:
         if self._progress is not None:
@@ -75,9 +88,14 @@ class Screen:
             results.what_was_learned(summary),
             results.what_was_held(summary),
             results.sample(summary),
-            results.what_next(self._config_path, summary.plan),
         ):
             self._console.print(part, "")
+        for line in results.what_next(suggestions(self._options, summary.plan)):
+            self._print(line)
+
+    def _print(self, line: Text) -> None:
+        """A line that is never broken by us."""
+        self._console.print(line, soft_wrap=True)
 
     def close(self) -> None:
         if self._progress is not None:
@@ -88,29 +106,23 @@ class Screen:
 class _Pace:
     """The text behind the bar: loss, speed, gradient norm, learning rate, time left."""
 
-    def __init__(self, steps: int, bits_per_nat: float | None) -> None:
+    def __init__(self, steps: int, scale: float, unit: str) -> None:
         self.steps = steps
-        self._bits_per_nat = bits_per_nat
+        self._scale, self._unit = scale, unit
         self._step_seconds = 0.0
 
-    def facts(self, report: "StepReport") -> str:
+    def facts(self, report: "StepReport") -> list[str]:
         # The first step also fills caches and says little about the others.
         recent = RECENT if report.step > 2 else 1.0
         self._step_seconds += recent * (report.seconds - self._step_seconds)
         left = self._step_seconds * (self.steps - report.step)
-        loss = (
-            f"{report.loss:.3f} nats"
-            if self._bits_per_nat is None
-            else f"{report.loss * self._bits_per_nat:.3f} bits/byte"
-        )
-        parts = [
-            loss,
+        return [
+            f"{report.loss * self._scale:.3f} {self._unit}",
             f"{count(report.tokens / self._step_seconds)} tokens/s",
             f"norm {report.grad_norm:.2f}" if not report.skipped else "skipped",
             f"lr {report.lr:.2g}",
             f"{seconds(left)} left",
         ]
-        return " · ".join(parts)
 
 
 class _Facts(ProgressColumn):

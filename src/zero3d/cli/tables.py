@@ -2,11 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import RenderableType
 from rich.panel import Panel
+from rich.text import Text
 from rich.table import Table
 
+from zero3d.cli.plain_table import PlainTable
 from zero3d.cli.style import count, size
 from zero3d.planner.memory import LEVELS
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from zero3d.train import Plan
 
 SHARDED = ("nothing", "optimizer state", "+ gradients", "+ parameters")
+BAR = " "
+"""The heading of a column of bars."""
 LEVEL_BAR = 6
 MOST_RANKS = 8
 """Rows of a table of ranks; the others are alike."""
@@ -26,8 +29,9 @@ def what_will_run(plan: "Plan") -> RenderableType:
     grid.add_column(overflow="fold")
     for name, text in _sentences(plan).items():
         if text:
-            grid.add_row(name, text)
-    return Panel(grid, title=f"[bold]{plan.config.run.name}[/bold]", title_align="left", border_style="cyan")
+            # Text: what a user has named must not be read as markup, nor ":o:" in it as a picture.
+            grid.add_row(name, Text(text))
+    return Panel(grid, title=Text(plan.config.run.name, "bold"), title_align="left", border_style="cyan")
 
 
 def _sentences(plan: "Plan") -> dict[str, str]:
@@ -43,7 +47,7 @@ def _sentences(plan: "Plan") -> dict[str, str]:
         f"train on, vocabulary {plan.vocabulary:,}",
         "step": f"{data.global_batch} samples = {' x '.join(parts)}, of {data.sequence_length} tokens: "
         f"{tokens:,} tokens",
-        "training": f"{config.num_steps:,} steps, {count(tokens * config.num_steps)} tokens",
+        "training": f"{_steps(plan)}, {count(tokens * config.num_steps)} tokens",
         "optimizer": _optimizer(plan),
         "layout": f"dp {plan.world} x tp {config.parallel.tp} x pp {config.parallel.pp}, on {plan.device}",
         "ZeRO": f"level {zero.level}, gradients reduced once a {zero.reduce}, "
@@ -53,6 +57,11 @@ def _sentences(plan: "Plan") -> dict[str, str]:
         "note": plan.notice,
         "files": f"{config.run.out}/",
     }
+
+
+def _steps(plan: "Plan") -> str:
+    taken, scheduled = plan.config.num_steps, plan.config.run.steps
+    return f"{taken:,} of {scheduled:,} steps" if taken < scheduled else f"{taken:,} steps"
 
 
 def _model(plan: "Plan") -> str:
@@ -83,10 +92,12 @@ def _dtypes(plan: "Plan") -> str:
     return "\n".join(f"{dtype}: {', '.join(kinds)}" for dtype, kinds in by_dtype.items())
 
 
-def who_holds_what(plan: "Plan") -> Table:
+def who_holds_what(plan: "Plan") -> PlainTable:
     """Per rank: which part of each kind of model state, and its bytes."""
     dp, whole, mine = plan.world, plan.predicted[0], plan.predicted[plan.config.zero.level]
-    table = plain_table("Who holds what", ["rank"], ["weights", "gradients", "optimizer state", "model states"])
+    parts = ["weights", "gradients", "optimizer state"]
+    drop = ["model states", *parts[:2]]
+    table = PlainTable("Who holds what", ["rank"], [*parts, "model states"], drop=drop)
 
     def part(rank: int, held: int, of: int) -> str:
         return f"{'all' if held == of else f'part {rank + 1}/{dp}'}  {size(held):>7}"
@@ -104,13 +115,14 @@ def who_holds_what(plan: "Plan") -> Table:
     return table
 
 
-def levels(plan: "Plan") -> Table:
+def levels(plan: "Plan") -> PlainTable:
     """Predicted model states per rank at levels 0 to 3; the level of this run is marked."""
-    table = plain_table(
+    table = PlainTable(
         f"Predicted model states per rank at each ZeRO level, dp {plan.world}",
         ["level", "shards"],
         ["weights", "gradients", "optimizer", "total"],
-        [""],
+        [BAR],
+        drop=[BAR, "shards", "gradients", "optimizer", "weights"],
     )
     most = max(states.total for states in plan.predicted)
     for level, states in zip(LEVELS, plan.predicted, strict=True):
@@ -123,15 +135,6 @@ def levels(plan: "Plan") -> Table:
             bar(states.total / most, LEVEL_BAR),
             style="bold green" if chosen else None,
         )
-    return table
-
-
-def plain_table(title: str, words: list[str], numbers: list[str], more_words: list[str] | None = None) -> Table:
-    """Words on the left of their columns, numbers on the right of theirs."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for names, justify in ((words, "left"), (numbers, "right"), (more_words or [], "left")):
-        for name in names:
-            table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     return table
 
 

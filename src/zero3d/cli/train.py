@@ -11,16 +11,18 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from zero3d.cli import checks
-from zero3d.cli.failure import as_known
-from zero3d.cli.rank import run_as_rank
+from zero3d.cli.failure import Interrupted, as_known
+from zero3d.cli.options import Options
+from zero3d.cli.rank import PARENT, STEP_FILE, StepFile, run_as_rank
 from zero3d.config import Config
+from zero3d.records import METRICS
 
 if TYPE_CHECKING:
     from zero3d.data.prepare import Progress
@@ -29,24 +31,6 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 FILE_WIDTH = 100
 """Columns where no terminal says how many there are."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What the command line says, beside the configuration."""
-
-    config: Path
-    settings: tuple[str, ...]
-    ranks: int | None
-    json: bool
-    debug: bool
-    allow_code: bool
-
-    def as_arguments(self) -> list[str]:
-        """The command line of one rank."""
-        flags = {"--json": self.json, "--debug": self.debug, "--allow-code": self.allow_code}
-        sets = [word for setting in self.settings for word in ("--set", setting)]
-        return ["train", str(self.config), *sets, *(flag for flag, on in flags.items() if on)]
 
 
 def command(
@@ -105,9 +89,23 @@ def _start(options: Options, environment: dict[str, str]) -> None:
 
     if sys.stderr.isatty():
         print(f"starting {ranks} rank{'s' * (ranks > 1)} ...", file=sys.stderr)
-    failed = run_ranks(options.as_arguments(), ranks, environment, debug=options.debug)
+    try:
+        failed = run_ranks(options.as_arguments(), ranks, environment, debug=options.debug)
+    except Interrupted as end:
+        end.told = _until_then(config, end.step)
+        raise
     if failed is not None:
         raise failed
+
+
+def _until_then(config: Config, step: int | None) -> str:
+    """How far a run came that was interrupted, and where its measurements are."""
+    if step is None:
+        return "interrupted before the first step was done"
+    metrics = Path(config.run.out) / METRICS
+    told = f"interrupted after step {step:,} of {config.num_steps:,}"
+    # With run.log_every there may be no line yet.
+    return f"{told}; metrics are in {metrics}" if step >= config.run.log_every else told
 
 
 def _train_on_rank(options: Options, rank: int, world: int) -> None:
@@ -122,6 +120,8 @@ def _train_on_rank(options: Options, rank: int, world: int) -> None:
     build = build_function(
         config.model, prepared.vocabulary, config.data.sequence_length, allow_code=options.allow_code
     )
+    if PARENT not in os.environ:  # under torchrun, which was told how many
+        options = replace(options, ranks=world)
     train.train(config, prepared, build, _listeners(config, options) if rank == 0 else ())
 
 
@@ -134,7 +134,10 @@ def _listeners(config: Config, options: Options) -> "list[Listener]":
     from zero3d.records import RunFolder, TensorBoard
 
     out = Path(config.run.out)
-    listeners: list[Listener] = [RunFolder(out)]
+    folder = RunFolder(out)
+    listeners: list[Listener] = [folder]
+    if STEP_FILE in os.environ:
+        listeners.append(StepFile(Path(os.environ[STEP_FILE])))
     if TensorBoard.is_there():
         listeners.append(TensorBoard(out))
     if options.json:
@@ -143,7 +146,7 @@ def _listeners(config: Config, options: Options) -> "list[Listener]":
     console = Console(stderr=options.json)
     if not console.is_terminal:
         console.width = FILE_WIDTH
-    listeners.append(Screen(console, brief=options.json, config_path=str(options.config)))
+    listeners.append(Screen(console, brief=options.json, options=options, folder=folder))
     return listeners
 
 
@@ -154,9 +157,10 @@ def _progress(options: Options) -> "Iterator[Progress | None]":
         yield None
         return
     from rich.console import Console
+    from rich.text import Text
 
     with Console(stderr=True).status("reading the data") as status:
-        yield lambda what, part: status.update(f"{what}: {part:.0%}")
+        yield lambda what, part: status.update(Text(f"{what}: {part:.0%}"))
 
 
 def _after_a_bar() -> str:
@@ -179,8 +183,9 @@ def _reporting_errors(work: Callable[[], None], options: Options) -> int:
         signal.signal(number, signal.default_int_handler)
     try:
         work()
-    except KeyboardInterrupt:
-        print(f"{_after_a_bar()}zero3d: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as end:
+        told = end.told if isinstance(end, Interrupted) else "interrupted before the first step was done"
+        print(f"{_after_a_bar()}zero3d: {told}", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
         known = as_known(error)

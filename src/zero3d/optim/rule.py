@@ -78,11 +78,12 @@ def _matches(info: ParamInfo, patterns: Sequence[str]) -> bool:
 
 
 def _refuse_unless_elementwise(rule: Rule) -> None:
-    """Three steps on a matrix and on the same elements in two flat parts must give the same."""
+    """Three steps on a matrix, and on the same elements in flat parts with an optimizer each, must give the same."""
     start = torch.linspace(-1.0, 1.0, 64).view(8, 8)
     try:
-        as_matrix = _three_steps(rule.build, [start.clone()])
-        as_parts = _three_steps(rule.build, [part.clone() for part in start.view(-1).split(24)])
+        as_matrix = _three_steps(rule.build, start.clone(), 0)
+        flat = start.view(-1)
+        as_parts = torch.cat([_three_steps(rule.build, flat[at : at + 24].clone(), at) for at in (0, 24, 48)])
     except UsageError:
         raise
     except Exception as error:
@@ -98,19 +99,17 @@ def _refuse_unless_elementwise(rule: Rule) -> None:
         )
 
 
-def _three_steps(build: OptimizerFactory, parts: Sequence[Tensor]) -> Tensor:
-    parameters = [torch.nn.Parameter(part) for part in parts]
-    optimizer = build(parameters)
+def _three_steps(build: OptimizerFactory, part: Tensor, offset: int) -> Tensor:
+    """`part`, flat, after three updates; `offset`: where in the whole it begins."""
+    parameter = torch.nn.Parameter(part)
+    optimizer = build([parameter])
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
             f"the optimizer function returned {type(optimizer).__name__}, not a torch.optim.Optimizer",
             hint="Pass a function such as lambda parameters: torch.optim.SGD(parameters, lr=0.1).",
         )
+    index = torch.arange(offset, offset + part.numel(), dtype=torch.float32)
     for step in range(3):
-        offset = 0
-        for parameter in parameters:
-            index = torch.arange(offset, offset + parameter.numel(), dtype=torch.float32)
-            parameter.grad = torch.sin(index * 0.7 + step).view_as(parameter)
-            offset += parameter.numel()
+        parameter.grad = torch.sin(index * 0.7 + step).view_as(parameter)
         optimizer.step()
-    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+    return parameter.detach().reshape(-1)

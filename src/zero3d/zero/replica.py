@@ -35,9 +35,12 @@ class ZeroReplica:
         self._frozen = frozen
         self._trained = trained
         self._reducer = reducer
-        for holding, _, lane in trained:
-            for index, (_, parameter) in enumerate(holding.parameters):
-                parameter.register_post_accumulate_grad_hook(self._hook(lane, index))
+        # Autograd holds what these hooks hold where Python's collector cannot see it: `close` lets go.
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(_arrival(reducer, lane, index))
+            for holding, _, lane in trained
+            for index, (_, parameter) in enumerate(holding.parameters)
+        ]
 
     @contextmanager
     def turn(self, stage: int, first: bool, last: bool) -> Iterator[None]:
@@ -53,6 +56,11 @@ class ZeroReplica:
             shard.scaled = 1.0
             shard.coming = spreading.get(lane, DONE)
         return self.shards
+
+    def close(self) -> None:
+        """Gradients are the user's again."""
+        for hook in self._hooks:
+            hook.remove()
 
     def publish(self, shards: Iterable[Shard]) -> None:
         for shard in shards:
@@ -129,13 +137,14 @@ class ZeroReplica:
                 flat = whole[slot.offset : slot.offset + slot.numel]
                 yield info.name, flat.view(info.shape).clone()
 
-    def _hook(self, lane: Lane, index: int) -> Callable[[nn.Parameter], None]:
-        def arrived(parameter: nn.Parameter) -> None:
-            gradient = parameter.grad
-            assert gradient is not None
-            parameter.grad = None
-            if gradient.layout != torch.strided:
-                gradient = gradient.to_dense()
-            self._reducer.arrived(lane, index, gradient.reshape(-1))
 
-        return arrived
+def _arrival(reducer: Reducer, lane: Lane, index: int) -> Callable[[nn.Parameter], None]:
+    def arrived(parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        parameter.grad = None
+        if gradient.layout != torch.strided:
+            gradient = gradient.to_dense()
+        reducer.arrived(lane, index, gradient.reshape(-1))
+
+    return arrived

@@ -54,7 +54,7 @@ def split_units(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Unit]:
     taken: set[int] = set()
     units = []
     for name, module, is_block, whole in _walk("", model, {id(block) for block in blocks}):
-        mine = list(module.parameters(recurse=whole))
+        mine = [parameter for parameter in module.parameters(recurse=whole) if parameter.numel()]
         fresh = [parameter for parameter in mine if id(parameter) not in taken]
         taken.update(id(parameter) for parameter in fresh)
         if mine:

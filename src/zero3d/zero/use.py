@@ -12,6 +12,7 @@ never differentiated holds nothing.
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
@@ -30,26 +31,35 @@ class Store(Protocol):
 
 
 class Visit:
-    """One forward of a unit and the backward that belongs to it."""
+    """One forward of a unit and the backwards that belong to it.
+
+    The gradients of its inputs tell when a backward is over. Where they cannot, it `lingers` until the backward of
+    another visit begins, or `lasts` until the turn is over.
+    """
 
     def __init__(self, uses: "Uses", names: Sequence[str], before: "Visit | None", root: "Visit | None") -> None:
         self._uses = uses
         self.names = names
         self.before = before
-        self._root = root
-        self._state = "forward"
+        self.root = root
+        self.lingers = False
+        self.lasts = False
+        self._in_backward = False
 
     def begin_backward(self, *_: Any) -> None:
-        if self._root is not None:
-            self._root.begin_backward()
-        if self._state == "forward":
-            self._state = "backward"
+        if self.root is not None:
+            self.root.begin_backward()
+        if not self._in_backward:
+            self._in_backward = True
             self._uses.began(self)
 
     def end_backward(self, *_: Any) -> None:
-        if self._state == "backward":
-            self._state = "over"
-            self._uses.ended(self)
+        if self._in_backward and not self.lasts:
+            self.over()
+
+    def over(self) -> None:
+        self._in_backward = False
+        self._uses.ended(self)
 
 
 class Uses:
@@ -64,7 +74,7 @@ class Uses:
         self._root: Visit | None = None
         self._last: Visit | None = None
         self._open: dict[Visit, None] = {}
-        self._inside: list[tuple[Unit, list[Tensor]]] = []
+        self._inside: list[tuple[Unit, list[tuple[Tensor, Any]]]] = []
         for unit in units:
             unit.module.register_forward_pre_hook(_with(unit, self._enter), with_kwargs=True, prepend=True)
             unit.module.register_forward_hook(_with(unit, self._leave), always_call=True)
@@ -73,12 +83,17 @@ class Uses:
 
     def end_turn(self) -> None:
         for visit in list(self._open):
-            visit.end_backward()
+            visit.over()
 
     def began(self, visit: Visit) -> None:
+        # Autograd runs what was computed later first: when an earlier unit's backward begins, a later one's is over.
+        for other in [other for other in self._open if other.lingers and other is not visit.root]:
+            other.over()
         self._open[visit] = None
         self._store.hold(visit.names)
         self._store.ready(visit.names)
+        # Differentiated inside the forward, so what comes of it may be differentiated again.
+        visit.lasts |= self._root is not None
         ahead = visit.before
         for _ in range(self._prefetch):
             if ahead is not None:
@@ -116,7 +131,8 @@ class Uses:
             tensor.register_hook(visit.begin_backward)
 
     def _enter(self, unit: Unit, args: Any, kwargs: Any) -> None:
-        self._inside.append((unit, needing_grad(tensors_in((args, kwargs)))))
+        inputs = [(tensor, tensor.grad_fn) for tensor in needing_grad(tensors_in((args, kwargs)))]
+        self._inside.append((unit, inputs))
         self._store.hold(unit.needs)
         self._store.ready(unit.needs)
         if in_backward():
@@ -135,16 +151,33 @@ class Uses:
                 break
         else:
             return
-        outputs = needing_grad(tensors_in(output))
+        if not torch.is_grad_enabled():
+            return
+        found = list(tensors_in(output))
+        outputs = needing_grad(found)
+        visit = Visit(self, unit.needs, self._last, self._root)
+        if not found or any(_is_wrapped(tensor) for tensor in found):
+            # Its backward cannot be seen coming: the weights stay until the turn is over.
+            visit.lasts = True
+            visit.begin_backward()
+            return
         if not outputs:
             return
-        visit = Visit(self, unit.needs, self._last, self._root)
         if not in_backward():
             self._last = visit
         for tensor in outputs:
             tensor.register_hook(visit.begin_backward)
-        if inputs:
-            register_multi_grad_hook(inputs, visit.end_backward, mode="all")
+        # A leaf's gradient does not wait for what else the unit computed, and an input that was written to has
+        # become an output.
+        if inputs and all(made is not None and tensor.grad_fn is made for tensor, made in inputs):
+            register_multi_grad_hook([tensor for tensor, _ in inputs], visit.end_backward, mode="all")
+        else:
+            visit.lingers = bool(inputs)
+
+
+def _is_wrapped(tensor: Tensor) -> bool:
+    """Whether a function transform such as vmap stands between the tensor and autograd."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def _with(unit: Unit, method: Any) -> Any:
