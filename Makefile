@@ -1,5 +1,5 @@
 # make install   a virtual environment in .venv with zero3d and what its tests need
-# make demo      trains a byte-level GPT on the Python standard library, on 2 CPU ranks, in about three minutes
+# make demo      trains a byte-level GPT on the Python standard library, on 2 CPU ranks, in about two to four minutes
 # make test      lint, types and all tests
 # make bench     this machine's step times beside torch's own
 PYTHON ?= python3

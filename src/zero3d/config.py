@@ -63,7 +63,7 @@ class Run(Section):
     """What the run is called on the screen and in its records."""
     out: str = "runs/run"
     """The folder that receives metrics, the resolved configuration and what else the run writes."""
-    seed: Annotated[int, Field(ge=0, lt=1 << 63, strict=True)] = 0
+    seed: Annotated[int, Field(ge=0, le=1_000_000_000_000, strict=True)] = 0
     """Weights depend on it and their name alone; dropout on it, step, micro-batch, dp index and block."""
     steps: Positive = 100
     """Optimizer updates that the learning-rate schedule is planned for."""

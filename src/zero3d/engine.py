@@ -226,7 +226,7 @@ class Engine:
         return self._everyones(mine)
 
     def close(self) -> None:
-        """Ends the engine: nothing can be called after it. The ranks stay together until their processes end."""
+        """Ends the engine's training; weights can still be read. Ranks stay together until their processes end."""
         self._closed = True
         self._parts.replica.close()
 

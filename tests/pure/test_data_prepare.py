@@ -71,9 +71,24 @@ def test_of_many_documents_every_twentieth_is_held_out(tmp_path: Path) -> None:
     assert made.documents == 45
 
 
-def test_of_two_documents_one_is_held_out(tmp_path: Path) -> None:
-    made = prepare(config(many_files(tmp_path, 2)), tmp_path / "out")
-    assert (made.train.tobytes(), made.heldout.tobytes()) == (b"document 001\n", b"document 000\n")
+def test_few_documents_are_cut_by_position(tmp_path: Path) -> None:
+    """A large one among two was held out, and a run trained on the other's few bytes."""
+    source = many_files(tmp_path, 2)
+    (source / "000.txt").write_bytes(LINES)
+    made = prepare(config(source), tmp_path / "out")
+    assert made.train.tobytes() + made.heldout.tobytes() == LINES + b"document 001\n"
+    assert len(made.heldout) < 0.2 * len(made.train)
+    assert made.documents == 2
+
+
+def test_what_was_made_is_found_by_its_name(tmp_path: Path) -> None:
+    source = many_files(tmp_path, 3)
+    made = prepare(config(source), tmp_path / "out")
+    (source / "004.txt").write_bytes(LINES)
+    again = prepare(config(source), tmp_path / "out", name=made.name)
+    assert again.train.tobytes() == made.train.tobytes() and again.reused
+    with pytest.raises(DataError, match="are gone"):
+        prepare(config(source), tmp_path / "other", name=made.name)
 
 
 def test_a_folder_with_one_text_is_split_like_a_file(tmp_path: Path) -> None:
@@ -231,9 +246,9 @@ def test_too_little_text_is_refused_with_the_numbers(tmp_path: Path, content: by
 
 
 def test_too_small_a_heldout_document_is_refused(tmp_path: Path) -> None:
-    source = many_files(tmp_path, 2)
+    source = many_files(tmp_path, 20)
     (source / "000.txt").write_bytes(b"tiny")
-    with pytest.raises(DataError, match="13 to train on and 4 held out"):
+    with pytest.raises(DataError, match="247 to train on and 4 held out"):
         prepare(config(source), tmp_path / "out")
 
 
@@ -271,12 +286,12 @@ def test_progress_is_told_only_for_long_work(tmp_path: Path, monkeypatch: pytest
     def tell(text: str, part: float) -> None:
         told.append((text, part))
 
-    source = many_files(tmp_path, 3)
+    source = many_files(tmp_path, 20)
     prepare(config(source), tmp_path / "short", tell)
     assert told == []
     monkeypatch.setattr(module, "QUIET_SECONDS", 0.0)
     prepare(config(source), tmp_path / "long", tell)
-    assert told[0] == (f"tokenizing {source}", pytest.approx(1 / 3)) and told[-1][1] == 1.0
+    assert told[0] == (f"tokenizing {source}", pytest.approx(1 / 20)) and told[-1][1] == 1.0
     prepare(config(source), tmp_path / "long", tell)
     assert told[-1][1] == 1.0 and len(told) == 2
 

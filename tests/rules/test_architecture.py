@@ -63,6 +63,7 @@ EXPORTED = [
     "Engine",
     "EvaluateReport",
     "NonFiniteError",
+    "OutOfSpaceError",
     "RankFailedError",
     "ReleasedParameterError",
     "StepReport",

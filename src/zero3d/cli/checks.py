@@ -87,10 +87,11 @@ def check_source(config: Config) -> None:
     )
 
 
-def prepare_data(config: Config, progress: Progress | None) -> Prepared:
+def prepare_data(config: Config, progress: Progress | None, name: str = "") -> Prepared:
     """The token files, made here once, so that ranks only map them."""
-    check_source(config)
-    return prepare(config.data, tokens_folder(config), progress)
+    if not name:
+        check_source(config)
+    return prepare(config.data, tokens_folder(config), progress, name=name)
 
 
 def tokens_folder(config: Config) -> Path:

@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException, Subpr
 
 from zero3d.cli.failure import Failure, Interrupted, ReportedError, root_cause
 from zero3d.cli.machine import cpu_cores, loopback_interface
-from zero3d.cli.rank import PARENT, STEP_FILE, StepFile
+from zero3d.cli.rank import PARENT, STEP_FILE, TOKENS, StepFile
 
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.05
@@ -81,6 +81,7 @@ def rank_environment(rank: int, ranks: int, port: int, inherited: Mapping[str, s
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_RUN_ID": "zero3d",
+        TOKENS: inherited.get(TOKENS, ""),
         PARENT: os.getpid(),
     }
     usual: dict[str, object] = {"OMP_NUM_THREADS": max(1, cpu_cores() // ranks)}

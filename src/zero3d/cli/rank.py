@@ -22,6 +22,8 @@ PARENT = "ZERO3D_PARENT"
 """Process id of the `zero3d` that started this rank; not set under torchrun."""
 STEP_FILE = "ZERO3D_STEP_FILE"
 """Where rank 0 leaves the number of the last step, for the `zero3d` that started it."""
+TOKENS = "ZERO3D_TOKENS"
+"""Name of the token files that the parent prepared."""
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 PR_SET_PDEATHSIG = 1
 

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.panel import Panel
-from rich.text import Text
 from rich.table import Table
+from rich.text import Text
 
 from zero3d.cli.plain_table import PlainTable
 from zero3d.cli.style import count, size

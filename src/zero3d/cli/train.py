@@ -20,7 +20,7 @@ import typer
 from zero3d.cli import checks
 from zero3d.cli.failure import Interrupted, as_known
 from zero3d.cli.options import Options
-from zero3d.cli.rank import PARENT, STEP_FILE, StepFile, run_as_rank
+from zero3d.cli.rank import PARENT, STEP_FILE, TOKENS, StepFile, run_as_rank
 from zero3d.config import Config
 from zero3d.records import METRICS
 
@@ -90,6 +90,8 @@ def _start(options: Options, environment: dict[str, str]) -> None:
     if sys.stderr.isatty():
         print(f"starting {ranks} rank{'s' * (ranks > 1)} ...", file=sys.stderr)
     try:
+        # Ranks train on what was checked here, whatever becomes of its source meanwhile.
+        environment[TOKENS] = prepared.name
         failed = run_ranks(options.as_arguments(), ranks, environment, debug=options.debug)
     except Interrupted as end:
         end.told = _until_then(config, end.step)
@@ -116,7 +118,7 @@ def _train_on_rank(options: Options, rank: int, world: int) -> None:
     config = Config.load(options.config, options.settings)
     checks.check_code(config, options.allow_code)
     checks.check_started(options.ranks, world)
-    prepared = checks.prepare_data(config, None)
+    prepared = checks.prepare_data(config, None, os.environ.get(TOKENS, ""))
     build = build_function(
         config.model, prepared.vocabulary, config.data.sequence_length, allow_code=options.allow_code
     )

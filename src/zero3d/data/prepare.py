@@ -4,7 +4,7 @@ Their names carry a fingerprint of what they are made from: the list of files wi
 tokenizer and the sequence length. As the contents follow from the fingerprint, callers that make the same
 file at the same time replace it by its like, and a file that was damaged is made again.
 
-What is held out: every 20th document, the first one among them; of a single document, or of a token file
+What is held out: every 20th document, the first one among them; of fewer documents than that, or of a token file
 given as the source, the last 5 %, and one sequence at least.
 """
 
@@ -47,10 +47,13 @@ class Prepared:
     """Files of the source that are not text and were left out."""
     reused: bool
     """Nothing was tokenized: the files were there."""
+    name: str = ""
+    """What the files are called by; empty where a token file was given."""
 
 
-def prepare(data: Data, folder: Path, progress: Progress | None = None) -> Prepared:
-    """The token files of `data`, kept in `folder`.
+def prepare(data: Data, folder: Path, progress: Progress | None = None, *, name: str = "") -> Prepared:
+    """The token files of `data`, kept in `folder`; with `name`, those that an earlier call made, whatever has become
+    of their source since.
 
     Any number of processes may call this at once; to have the work done once, let one call before the others.
     DataError: what `list_files`, `read` and `tokenizer_for` refuse; fewer than sequence_length + 1 tokens to
@@ -60,12 +63,16 @@ def prepare(data: Data, folder: Path, progress: Progress | None = None) -> Prepa
     given = Path(data.source).expanduser()
     if data.source != STDLIB and is_token_file(given):
         return _cut(TokenFile.open(given), data, tokenizer)
-    listing = list_files(data.source)
-    name = fingerprint(listing, tokenizer.name, data.sequence_length)
+    listing = None if name else list_files(data.source)
+    if listing is not None:
+        name = fingerprint(listing, tokenizer.name, data.sequence_length)
     paths = (folder / f"train-{name}.bin", folder / f"heldout-{name}.bin")
     files = _whole(*paths)
     reused = files is not None
+    if files is None and listing is None:
+        raise DataError(f"the token files {name} in {folder} are gone", hint="Start the run again.")
     if files is None:
+        assert listing is not None
         _write(paths, listing, tokenizer, data.sequence_length, _Reporter(progress, listing))
         files = tuple(TokenFile.open(path) for path in paths)
     train, heldout = files
@@ -79,6 +86,7 @@ def prepare(data: Data, folder: Path, progress: Progress | None = None) -> Prepa
         documents=train.header.documents + heldout.header.documents,
         skipped=train.header.skipped,
         reused=reused,
+        name=name,
     )
 
 
@@ -116,11 +124,12 @@ def _write(
             )
             for path in paths
         )
-        # Two documents are looked at before the rest: whether there is only one decides how to split.
-        first = list(islice(documents, 2))
-        if len(first) == 1:
-            head, tail = _split_document(first[0].content, tokenizer, sequence_length)
-            train.documents = 1
+        # Of a few documents one could be most of the text, so they are cut by position instead.
+        first = list(islice(documents, HELDOUT_EVERY))
+        if len(first) < HELDOUT_EVERY:
+            text = b"".join(document.content for document in first)
+            head, tail = _split_document(text, tokenizer, sequence_length)
+            train.documents = len(first)
             for writer, text in ((train, head), (heldout, tail)):
                 _add(writer, text, tokenizer, report)
         else:
