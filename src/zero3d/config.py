@@ -82,7 +82,7 @@ class Model(Section):
     """In place of a preset: `package.module:function` that returns an nn.Module; needs --allow-code."""
     blocks: str | None = None
     """Path of the list of repeated blocks, such as "transformer.h"; found by itself when left out."""
-    width: Annotated[int, Field(ge=1, le=1 << 20)] = 256
+    width: Annotated[int, Field(ge=1, le=1_000_000)] = 256
     """Preset: size of the residual stream."""
     layers: Annotated[int, Field(ge=1, le=10_000)] = 6
     """Preset: number of blocks."""
@@ -101,7 +101,7 @@ class Data(Section):
     """"bytes", or the path of a Hugging Face `tokenizers` JSON file."""
     sequence_length: Positive = 256
     """Tokens a sample is trained on."""
-    global_batch: Annotated[int, Field(ge=1, le=1 << 24)] = 32
+    global_batch: Annotated[int, Field(ge=1, le=10_000_000)] = 32
     """Samples in one step, over all ranks and micro-batches."""
 
 

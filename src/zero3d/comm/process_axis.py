@@ -42,7 +42,8 @@ class Posted:
                 raise RankFailedError(
                     f"another rank is gone or did not join the {self._what}",
                     where=first,
-                    hint="Every rank must run the same modules and as many micro-batches in a step; see the first rank that failed.",
+                    hint="Every rank must run the same modules and as many micro-batches in a step; "
+                    "see the first rank that failed.",
                 ) from error
         then, self._then = self._then, None
         then()
