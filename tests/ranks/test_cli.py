@@ -373,3 +373,19 @@ def test_under_torchrun(folder: Path) -> None:
     )
     assert bad.returncode != 0
     assert bad.stderr.count("zero3d: rank") == 1 and "5 = 2 x 2 + 1" in bad.stderr, "told by one rank"
+
+
+def test_a_folder_is_written_by_one_run_at_a_time(running: Running) -> None:
+    done = zero3d(running.folder, "train", "tiny.toml")
+    assert done.returncode == 2
+    assert "another run is writing into run.out = 'out'" in done.stderr and "run.out=runs/mine" in done.stderr
+    assert running.process.poll() is None
+
+
+def test_ranks_train_on_what_was_checked_though_the_source_changes(folder: Path) -> None:
+    """The run's own folder lies in its source: each rank made token files of its own, of different lengths."""
+    for _ in range(2):
+        done = zero3d(folder, "train", "tiny.toml", "--set", "data.source=.", "--set", "run.steps=2")
+        assert done.returncode == 0, done.stderr
+    names = [path.name for path in (folder / "out" / "tokens").glob("train-*.bin")]
+    assert len(names) == 2, "one a run"

@@ -1,8 +1,10 @@
 """All that can be known before a rank starts. Each check raises one error that names a way out."""
 
+import importlib.util
 import inspect
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from zero3d.cli import machine
@@ -85,6 +87,25 @@ def check_source(config: Config) -> None:
         hint=f'Give "{STDLIB}", a text file, a folder of text files, or a prepared token file; a relative path '
         "starts at the current folder.",
     )
+
+
+@contextmanager
+def only_run_in(out: Path) -> Iterator[None]:
+    """No other run writes into run.out meanwhile, where the system has locks on files."""
+    if importlib.util.find_spec("fcntl") is None:
+        yield
+        return
+    import fcntl
+
+    with (out / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(
+                f"another run is writing into run.out = {str(out)!r}",
+                hint="Wait for it, or choose another folder, such as --set run.out=runs/mine.",
+            ) from None
+        yield
 
 
 def prepare_data(config: Config, progress: Progress | None, name: str = "") -> Prepared:

@@ -79,6 +79,12 @@ def _start(options: Options, environment: dict[str, str]) -> None:
     if options.ranks is not None or config.parallel.dp != "auto":
         checks.check_ranks(config, checks.choose_ranks(config, options.ranks))
     checks.check_folder(Path(config.run.out))
+    with checks.only_run_in(Path(config.run.out)):
+        _run(config, options, environment)
+
+
+def _run(config: Config, options: Options, environment: dict[str, str]) -> None:
+    """Prepares what ranks need, checks what can be known, and starts them."""
     with _progress(options) as progress:
         prepared = checks.prepare_data(config, progress)
     ranks = checks.choose_ranks(config, options.ranks)
