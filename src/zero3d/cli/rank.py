@@ -26,6 +26,8 @@ TOKENS = "ZERO3D_TOKENS"
 """Name of the token files that the parent prepared."""
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 PR_SET_PDEATHSIG = 1
+RANK_0_SECONDS = 5.0
+"""How long the other ranks wait, under torchrun, for rank 0 to tell what all of them found."""
 
 
 def run_as_rank(work: Callable[[], None], environment: Mapping[str, str], *, debug: bool, as_json: bool) -> int:
@@ -45,8 +47,12 @@ def run_as_rank(work: Callable[[], None], environment: Mapping[str, str], *, deb
         if debug:
             print(f"rank {rank}: {trace}", file=sys.stderr)
         known = as_known(error)
-        # What is wrong with the input is found by all ranks alike.
-        if parent is None and (rank == 0 or known.exit_code != 2):
+        # What is wrong with the input is found by all ranks alike: rank 0 tells it. torchrun ends all ranks when
+        # one has ended, so the others let it speak first.
+        told_by_0 = rank != 0 and known.exit_code == 2
+        if parent is None and told_by_0:
+            time.sleep(RANK_0_SECONDS)
+        if parent is None and not told_by_0:
             print(f"zero3d: rank {rank}: {known}", file=sys.stderr)
             if as_json:
                 print(json.dumps(known.as_event()))
