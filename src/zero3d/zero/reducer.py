@@ -145,14 +145,12 @@ class Reducer:
         self._tasks: set[int] = set()
 
     def begin(self, first: bool, last: bool) -> None:
-        for gathered in self._spreading.values():
+        # What lands here belongs to the turn before, so `_last` is set after it.
+        for gathered in self.finish().values():
             gathered.wait()
         self._spreading.clear()
         for lane in self._lanes:
-            if self._every_turn:
-                self._land(lane)
             lane.begin(first)
-        # Only now: what lands above belongs to the turn before.
         self._next = 0
         self._last = last
         self._reducing = last or self._every_turn
@@ -192,10 +190,6 @@ class Reducer:
             self._land_oldest()
         self._flying.append((lane, lane.start(self._axis)))
         self._next += 1
-
-    def _land(self, lane: Lane) -> None:
-        while any(flying is lane for flying, _ in self._flying):
-            self._land_oldest()
 
     def _land_oldest(self) -> None:
         lane, pending = self._flying.popleft()
