@@ -8,7 +8,7 @@ stage        a pipeline stage, nothing else
 level        ZeRO's number: 0 nothing is sharded over dp, 1 optimizer state, 2 + gradients, 3 + parameters
 block        one of the model's repeated layers
 unit         a block, or one of the modules outside the blocks: what is gathered, released and reduced as one
-bucket       which parameters sit where in one padded flat buffer: one dtype, all trainable or all frozen, one unit
+bucket       which parameters sit where in one padded flat buffer: one dtype, all trainable or all frozen
 shard        my 1/dp of a bucket: master weights, gradient, optimizer state
 master       the fp32 weights that the optimizer updates
 piece        the part of one parameter that lies in a shard

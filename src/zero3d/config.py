@@ -143,13 +143,22 @@ class Zero(Section):
     level: int = 2
     """0 nothing sharded over dp, 1 optimizer state, 2 + gradients, 3 + parameters."""
     bucket_mb: Annotated[float, Field(gt=0)] = 16.0
-    """Largest flat buffer, in MB of its dtype; a block that is larger is cut into several buckets."""
+    """Largest flat buffer, in MB of its dtype; a block that is larger is cut into several buckets. At levels 0 and 1
+    small blocks that follow each other share one, of up to a quarter of the model."""
     prefetch: NotNegative = 1
     """Level 3: how many blocks are gathered ahead of use."""
     reduce: Literal["auto", "step", "micro-batch"] = "auto"
     """When gradients are reduced: once a step (default at levels 0 and 1) or once a micro-batch (2 and 3)."""
     overlap: bool = True
     """Reductions and gathers run while the model computes; off, each is waited for at once."""
+    keep_gathered: Annotated[tuple[str, ...], FromList] = ()
+    """Level 3: patterns of names of parameters that are gathered at the start of each forward and of each backward,
+    whichever modules run: for blocks that some ranks leave out, or run in another order."""
+    whole_parameters: Annotated[tuple[str, ...], FromList] = ()
+    """Patterns of names of parameters whose optimizer state stays whole on one rank, for optimizers that look at whole
+    matrices, such as Muon or Adafactor; "auto" stands for those whose optimizer does."""
+    replicas: Positive = 1
+    """Levels 1 to 3: shard within groups of dp / replicas ranks, and reduce across the groups."""
 
 
 class Precision(Section):

@@ -42,6 +42,9 @@ class Axis(Protocol):
 
     size: int
     index: int
+    one_call_sums: bool
+    """Whether `all_reduce` of fp32 is one call that is no slower than a reduce-scatter and an all-gather (of two terms
+    the order does not matter, so the back end's own sum will do)."""
 
     def all_gather(self, out: Tensor, part: Tensor, label: str) -> Pending:
         """`part` [n] of every rank, in rank order, into `out` [size * n]; `part` may be my place in `out`."""
@@ -81,8 +84,8 @@ class Replica(Protocol):
     @property
     def shards(self) -> Sequence["Shard"]: ...
 
-    def squares(self) -> Sequence[Tensor]:
-        """Sums of squares of groups of gradient elements, fp64: over all ranks of dp each element counts once."""
+    def norms(self) -> Sequence[Tensor]:
+        """Norms of groups of gradient elements, fp64: over all ranks of dp each element counts once."""
         ...
 
     def arrivals(self) -> Mapping[str, int]:

@@ -14,53 +14,61 @@ from torch import Tensor
 LIMBS = 24
 BIAS = 384
 """2**-384 lies below the last bit of the square of the smallest fp32 number; 24 limbs reach above the largest."""
+LARGEST = 2.0**300
+"""Of what may be added up."""
 GROUP = 64
-"""Elements whose squares are added first, in floating point: shards are never cut inside such a group."""
+"""Elements whose norm is taken in floating point: shards are never cut inside such a group."""
 _LOW = (1 << 32) - 1
-_EXPONENTS = range(-300, 320)
-"""Of sums of squares of fp32 numbers, and of losses, as torch.frexp gives them."""
+_EXPONENTS = range(-150, 160)
+"""Of norms of groups of fp32 numbers, as torch.frexp gives them."""
 _SAFE = (2.0**-40, 2.0**50)
 """Norms of groups whose squares fp32 can add without losing small ones or overflowing."""
 
 
-def exact_sum(values: Tensor) -> Tensor:
-    """The limbs int64 [LIMBS] of the sum of `values` fp64 [n]; each finite, and 0 or of a magnitude that squares of
-    fp32 numbers have.
+def exact_sum(values: Sequence[float]) -> list[int]:
+    """The limbs of the sum of a few finite numbers below `LARGEST`."""
+    total = 0
+    for value in values:
+        numerator, denominator = value.as_integer_ratio()
+        total += (numerator << BIAS) // denominator
+    top = LIMBS - 1
+    return [(total >> (32 * index)) & _LOW for index in range(top)] + [total >> (32 * top)]
 
-    Mantissas are cut into 27 and 26 bits and added up by exponent, in fp64 whose sums of up to 2**26 such integers
-    are exact; the few sums then become limbs.
+
+def sum_of_squares(norms: Tensor) -> Tensor:
+    """The limbs int64 [LIMBS] of the sum of the squares, each rounded to 26 bits, of `norms` fp64 [n].
+
+    Mantissas are added up by exponent, in fp64, whose sums of up to 2**27 such integers are exact; the few sums then
+    become limbs. Of no meaning unless all norms are finite.
     """
-    mantissa, exponent = torch.frexp(values)
-    mantissa *= 2.0**27
-    high = torch.floor(mantissa)
-    low = mantissa.sub_(high).mul_(2.0**26)
-    at = (exponent - _EXPONENTS.start).clamp_(0, len(_EXPONENTS) - 1).to(torch.int64)
-    limbs = torch.zeros(LIMBS, dtype=torch.int64, device=values.device)
-    for part, shift in ((low, 53), (high, 27)):
-        sums = torch.bincount(at, weights=part, minlength=len(_EXPONENTS)).to(torch.int64)
-        place = torch.arange(len(_EXPONENTS), device=values.device) + (_EXPONENTS.start + BIAS - shift)
-        # A sum has up to 53 bits: below, three limbs of 32 bits take it after a shift of up to 31.
-        for bits in (0, 27):
-            piece = (sums >> 27 if bits else sums & ((1 << 27) - 1)) << (place + bits & 31)
-            limb = place + bits >> 5
-            limbs.index_add_(0, limb, piece & _LOW)
-            limbs.index_add_(0, limb + 1, piece >> 32)
+    mantissa, exponent = torch.frexp(norms)
+    squares = mantissa.square_().mul_(2.0**26).round_()
+    at = (exponent - _EXPONENTS.start).clamp_(0, len(_EXPONENTS) - 1)
+    sums = torch.bincount(at, weights=squares, minlength=len(_EXPONENTS)).to(torch.int64)
+    place = 2 * torch.arange(_EXPONENTS.start, _EXPONENTS.stop, device=norms.device) + (BIAS - 26)
+    limbs = torch.zeros(LIMBS, dtype=torch.int64, device=norms.device)
+    # A sum has up to 53 bits: below, three limbs of 32 bits take it after a shift of up to 31.
+    for bits in (0, 27):
+        piece = (sums >> 27 if bits else sums & ((1 << 27) - 1)) << (place + bits & 31)
+        limb = place + bits >> 5
+        limbs.index_add_(0, limb, piece & _LOW)
+        limbs.index_add_(0, limb + 1, piece >> 32)
     return limbs
 
 
-def group_squares(flat: Tensor) -> Tensor:
-    """fp64 [n / 64]: the sum of squares of each group of 64 elements of `flat` [n].
+def group_norms(flat: Tensor) -> Tensor:
+    """fp64 [n / 64]: the norm of each group of 64 elements of `flat` [n].
 
-    A group's own sum is in fp32; in fp64 where fp32's range is too small for the squares. A group whose squares all
-    vanish in fp32 (elements below 1e-23) counts as zero, as it does in torch's own norm.
+    In fp32; in fp64 where fp32's range is too small for the squares. A group whose squares all vanish in fp32
+    (elements below 1e-23) counts as zero, as it does in torch's own norm.
     """
     groups = flat.view(-1, GROUP)
-    norms = torch.linalg.vector_norm(groups, dim=1, dtype=torch.float32)
-    sums: Tensor = norms.double().square_()
-    unsafe = ((norms != 0) & ~((norms >= _SAFE[0]) & (norms < _SAFE[1]))).nonzero().view(-1)
+    fast = torch.linalg.vector_norm(groups, dim=1, dtype=torch.float32)
+    norms: Tensor = fast.double()
+    unsafe = ((fast != fast.clamp(*_SAFE)) & (fast != 0)).nonzero().view(-1)
     if unsafe.numel():
-        sums[unsafe] = groups[unsafe].double().square_().sum(dim=1)
-    return sums
+        norms[unsafe] = groups[unsafe].double().square_().sum(dim=1).sqrt_()
+    return norms
 
 
 def value_of(limbs: Sequence[int]) -> float:

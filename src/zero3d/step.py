@@ -60,7 +60,7 @@ def _mine(parts: Parts, *, trains: bool = True) -> Part:
     return Part(
         losses=[outcome.loss for outcome in parts.stage.outcomes],
         counts=[outcome.count for outcome in parts.stage.outcomes],
-        squares=parts.replica.squares() if trains else (),
+        norms=parts.replica.norms() if trains else (),
         arrivals=parts.replica.arrivals() if trains else {},
         digest=parts.axis.digest,
     )

@@ -4,8 +4,9 @@
     shards   |    shard of rank 0   |   shard of rank 1   |
 
 A bucket holds parameters of one dtype, all trainable or all frozen, of one unit (a block, or one of the modules
-outside the blocks). Slots and shards start at multiples of ALIGN elements: an elementwise operation meets no
-ragged end, so a vectorised kernel gives the same bits wherever the shards are cut.
+outside the blocks), at levels 0 and 1 also of several that follow each other. Slots and shards start at multiples
+of ALIGN elements: an elementwise operation meets no ragged end, so a vectorised kernel gives the same bits wherever
+the shards are cut.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -60,7 +61,6 @@ class Bucket:
     """`numel` elements of `dtype` in `ranks` equal shards."""
 
     label: str
-    unit: str
     dtype: str
     trainable: bool
     ranks: int
@@ -93,8 +93,8 @@ class Bucket:
             yield Piece("", covered - span.start, span.stop - span.start, 0, 0)
 
 
-def plan_buckets(unit: str, wants: Iterable[Want], ranks: int, limit_bytes: float) -> list[Bucket]:
-    """The buckets of one unit: parameters in order, cut before the one that would pass `limit_bytes`.
+def plan_buckets(name: str, wants: Iterable[Want], ranks: int, limit_bytes: float) -> list[Bucket]:
+    """The buckets of what is called `name`: parameters in order, cut before the one that would pass `limit_bytes`.
 
     >>> want = lambda name, numel: Want(name=name, numel=numel, itemsize=4, key=("float32", True))
     >>> [bucket] = plan_buckets("h.0", [want("h.0.w", 100), want("h.0.b", 10)], ranks=2, limit_bytes=1e6)
@@ -113,11 +113,9 @@ def plan_buckets(unit: str, wants: Iterable[Want], ranks: int, limit_bytes: floa
         sizes[want.key] = size + (sizes[want.key] if parts[-1] else 0)
         parts[-1].append(want)
     found = [(key, part) for key, parts in groups.items() for part in parts if any(want.numel for want in part)]
-    name = unit or "(root)"
     return [
         Bucket(
             label=name if len(found) == 1 else f"{name}/{index}",
-            unit=unit,
             dtype=key[0],
             trainable=key[1],
             ranks=ranks,

@@ -25,6 +25,7 @@ class RecordedAxis:
         self.inner = inner
         self.size = inner.size
         self.index = inner.index
+        self.one_call_sums = inner.one_call_sums
         self.calls: list[Call] = []
         self.sent_bytes = 0
 

@@ -10,6 +10,7 @@ class SoloAxis:
 
     size = 1
     index = 0
+    one_call_sums = True
 
     def held(self) -> tuple[Tensor, ...]:
         return ()

@@ -1,18 +1,18 @@
 """What the ranks of dp agree on once a step, in one small all-reduce of integers.
 
-| loss | squares | counted targets | non-finite groups | digest of calls | its square | arrivals |
-  22      22            1                  1                  1                 1         one each trainable
+| squares | counted targets | non-finite groups | loss | digest of calls | its square | arrivals |
+  24           1                  1              24            1                1         one each trainable
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import nan
+from math import inf, nan
 
 import torch
 from torch import Tensor
 
 from zero3d.contracts import Axis
-from zero3d.exact import LIMBS, exact_sum, value_of
+from zero3d.exact import LARGEST, LIMBS, exact_sum, sum_of_squares, value_of
 
 DIGESTS = 1 << 24
 """The squares of digests below this, added over thousands of ranks, fit an int64."""
@@ -42,36 +42,33 @@ class Totals:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """This rank's part: 0-dim losses and counts of its micro-batches, sums of squares of groups of gradient
-    elements (fp64), and what it did."""
+    """This rank's part: 0-dim losses and counts of its micro-batches, norms of groups of gradient elements
+    (fp64), and what it did."""
 
     losses: Sequence[Tensor]
     counts: Sequence[Tensor]
-    squares: Sequence[Tensor]
+    norms: Sequence[Tensor]
     arrivals: Mapping[str, int]
     digest: int
 
 
 def agree(part: Part, axis: Axis, device: torch.device) -> Totals:
     """Adds the parts of all ranks of `axis`; exact, so that neither order nor sharding shows."""
-    squares = torch.cat([torch.zeros(0, dtype=torch.float64, device=device), *part.squares])
-    good_squares = torch.isfinite(squares)
-    losses = torch.stack([loss.double() for loss in part.losses])
-    good = torch.isfinite(losses)
-    counts = torch.stack(list(part.counts))
-    bad = losses.numel() - good.sum() + squares.numel() - good_squares.sum()
-    numbers = torch.stack([counts.sum(), bad])
+    norms = torch.cat([torch.zeros(0, dtype=torch.float64, device=device), *part.norms])
+    losses: list[float] = torch.stack([loss.double() for loss in part.losses]).tolist()
+    good = [loss for loss in losses if abs(loss) < LARGEST]
+    bad = norms.numel() - torch.isfinite(norms).sum() + (len(losses) - len(good))
+    numbers = torch.stack([torch.stack(list(part.counts)).sum(), bad])
     digest = part.digest % DIGESTS
-    known = torch.tensor([digest, digest * digest, *part.arrivals.values()], device=device)
-    vector = torch.cat(
-        [exact_sum(torch.where(good, losses, 0.0)), exact_sum(torch.where(good_squares, squares, 0.0)), numbers, known]
-    )
+    known = torch.tensor([*exact_sum(good), digest, digest * digest, *part.arrivals.values()], device=device)
+    vector = torch.cat([sum_of_squares(norms), numbers, known])
     axis.all_reduce(vector, "tally of the step").wait()
     sums: list[int] = vector.tolist()
-    count, not_finite, total, squared, *arrivals = sums[2 * LIMBS :]
+    squares, (count, not_finite), loss = sums[:LIMBS], sums[LIMBS : LIMBS + 2], sums[LIMBS + 2 : 2 * LIMBS + 2]
+    total, squared, *arrivals = sums[2 * LIMBS + 2 :]
     return Totals(
-        loss=value_of(sums[:LIMBS]) if not not_finite else float("nan"),
-        squares=value_of(sums[LIMBS : 2 * LIMBS]) if not not_finite else float("inf"),
+        loss=value_of(loss) if not not_finite else nan,
+        squares=value_of(squares) if not not_finite else inf,
         count=count,
         finite=not not_finite,
         unused=frozenset(name for name, total in zip(part.arrivals, arrivals) if not total),

@@ -51,6 +51,7 @@ class Level:
 
     weights: Callable[[Axis, Pool, Options], Weights]
     shards_optimizer: bool
+    joins_units: bool
     gathers: bool
 
 
@@ -67,10 +68,10 @@ def _whole(axis: Axis, pool: Pool, options: Options) -> Weights:
 
 
 LEVELS = {
-    0: Level(_whole, shards_optimizer=False, gathers=False),
-    1: Level(_published, shards_optimizer=True, gathers=False),
-    2: Level(_published, shards_optimizer=True, gathers=False),
-    3: Level(_gathered, shards_optimizer=True, gathers=True),
+    0: Level(_whole, shards_optimizer=False, joins_units=True, gathers=False),
+    1: Level(_published, shards_optimizer=True, joins_units=True, gathers=False),
+    2: Level(_published, shards_optimizer=True, joins_units=False, gathers=False),
+    3: Level(_gathered, shards_optimizer=True, joins_units=False, gathers=True),
 }
 
 
@@ -102,7 +103,7 @@ def replica_for(
     placed: set[str] = set()
     frozen: list[Holding] = []
     trained: list[tuple[Holding, Shard, Lane]] = []
-    for bucket in _buckets(units, infos, dtypes, axis.size, options.bucket_bytes):
+    for bucket in _buckets(units, infos, dtypes, axis.size, options.bucket_bytes, joins=level.joins_units):
         held = [infos[slot.name] for slot in bucket.slots]
         initial = _initial(bucket, held, blueprint, axis, passing)
         compute = dtypes.compute(held[0])
@@ -135,18 +136,36 @@ def replica_for(
 
 
 def _buckets(
-    units: Sequence[Unit], infos: dict[str, ParamInfo], dtypes: Dtypes, ranks: int, limit: float
+    units: Sequence[Unit], infos: dict[str, ParamInfo], dtypes: Dtypes, ranks: int, limit: float, *, joins: bool
 ) -> list[Bucket]:
-    found = []
-    for unit in units:
-        wants = []
-        for name in unit.names:
-            info = infos[name]
-            compute = dtypes.compute(info)
-            key = (str(compute).removeprefix("torch."), info.trainable)
-            wants.append(Want(name=name, numel=info.numel, itemsize=compute.itemsize, key=key))
-        found += plan_buckets(unit.name, wants, ranks, limit)
-    return found
+    """Unit by unit; `joins`: neighbouring units share a bucket of up to a quarter of the model, as fewer and larger
+    reductions cost less, and those of the later quarters still overlap with the backward of the earlier."""
+
+    def want(name: str) -> Want:
+        compute = dtypes.compute(infos[name])
+        key = (str(compute).removeprefix("torch."), infos[name].trainable)
+        return Want(name=name, numel=infos[name].numel, itemsize=compute.itemsize, key=key)
+
+    wanted = [(unit.name or "(root)", [want(name) for name in unit.names]) for unit in units]
+    if joins:
+        total = sum(one.numel * one.itemsize for _, wants in wanted for one in wants)
+        wanted = _joined(wanted, min(limit, total / 4))
+    return [bucket for name, wants in wanted for bucket in plan_buckets(name, wants, ranks, limit)]
+
+
+def _joined(wanted: Sequence[tuple[str, list[Want]]], limit: float) -> list[tuple[str, list[Want]]]:
+    joined: list[tuple[str, list[Want]]] = []
+    size = 0
+    for name, wants in wanted:
+        more = sum(want.numel * want.itemsize for want in wants)
+        if joined and size + more <= limit:
+            first, before = joined.pop()
+            joined.append((f"{first.partition(' to ')[0]} to {name}", before + wants))
+            size += more
+        else:
+            joined.append((name, wants))
+            size = more
+    return joined
 
 
 def _initial(bucket: Bucket, infos: Sequence[ParamInfo], blueprint: Blueprint, axis: Axis, passing: Pool) -> Tensor:
@@ -182,12 +201,16 @@ def _shard_and_lane(
         gradient=landing if level.shards_optimizer else held,
         weights=part,
     )
+    wire = dtypes.wire(part.dtype)
+    plain = held.dtype == wire == torch.float32 and not options.reduce_every_turn
+    at_once = not level.shards_optimizer and plain and axis.one_call_sums
     lane = Lane(
         bucket,
         kept=None if options.reduce_every_turn else held,
         landing=landing,
-        spread=None if level.shards_optimizer else held,
-        wire=dtypes.wire(part.dtype),
+        spread=None if level.shards_optimizer or at_once else held,
+        at_once=at_once,
+        wire=wire,
         pool=pool,
     )
     return shard, lane

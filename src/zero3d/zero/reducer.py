@@ -20,7 +20,7 @@ from zero3d.comm.bucket import Bucket
 from zero3d.comm.flat import Pool
 from zero3d.contracts import Axis, Pending
 from zero3d.errors import DivergedError
-from zero3d.exact import group_squares
+from zero3d.exact import group_norms
 
 IN_FLIGHT = 3
 """Reductions under way at once; the next one waits for the oldest, which bounds the memory they use."""
@@ -32,6 +32,7 @@ class Lane:
     kept:     [numel], sums of micro-batches, or None where each micro-batch is reduced by itself
     landing:  [numel / dp], receives my part of the sum over ranks
     spread:   [numel], whose part `landing` is, to be gathered at the end (level 0), or None
+    at_once:  `kept`, whose part `landing` is, receives the whole sum (level 0 where the axis has one call for it)
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Lane:
         kept: Tensor | None,
         landing: Tensor,
         spread: Tensor | None,
+        at_once: bool,
         wire: torch.dtype,
         pool: Pool,
     ) -> None:
@@ -50,9 +52,10 @@ class Lane:
         self.fires = [0] * len(bucket.slots)
         self.arrivals = [0] * len(bucket.slots)
         self.started = False
-        self.squares: Tensor | None = None
+        self.norms: Tensor | None = None
         self.kept = kept
         self.wire = wire
+        self._at_once = at_once
         self._pool = pool
         self._expected = [1] * len(bucket.slots)
         self._buffer: Tensor | None = None
@@ -96,6 +99,8 @@ class Lane:
         """Sends what was collected; once waited for, `landing` holds the sum, added to the turns before."""
         self.started = True
         label = self.bucket.label
+        if self.kept is not None and self._at_once:
+            return axis.all_reduce(self.kept, label)
         if self.kept is not None and self.kept.dtype == self.wire:
             return axis.reduce_scatter(self.landing, self.kept, label)
         if self.kept is not None:
@@ -105,9 +110,9 @@ class Lane:
         return axis.reduce_scatter(self.landing, self._buffer, label, add=self.kept is None and not self._first)
 
     def landed(self, *, final: bool) -> None:
-        """The buffer is free again. `final`: the sum is whole; its squares are added while others are on their way."""
+        """The buffer is free again. `final`: the sum is whole; its norms are taken while others are on their way."""
         if final:
-            self.squares = group_squares(self.landing)
+            self.norms = group_norms(self.landing)
         if self._buffer is not None:
             self._pool.give(self._buffer, self._key)
             self._buffer = None

@@ -66,9 +66,9 @@ class ZeroReplica:
         for shard in shards:
             self._weights.publish(shard)
 
-    def squares(self) -> list[Tensor]:
-        """Sums of squares of groups of 64 elements of what landed here, fp64, bucket by bucket."""
-        return [lane.squares for _, _, lane in self._trained if lane.squares is not None]
+    def norms(self) -> list[Tensor]:
+        """Norms of groups of 64 elements of what landed here, fp64, bucket by bucket."""
+        return [lane.norms for _, _, lane in self._trained if lane.norms is not None]
 
     def arrivals(self) -> dict[str, int]:
         """How many gradients each trainable parameter got on this rank in the step."""
