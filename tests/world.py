@@ -60,6 +60,8 @@ def _be_rank(
                 timeout=timedelta(seconds=group_timeout),
             )
         end.send_bytes(pickle.dumps((True, work(*args))))
+        if num_ranks > 1:
+            dist.barrier()  # what a rank sent last is still on its way when its work is done
     except BaseException:
         end.send_bytes(pickle.dumps((False, f"rank {rank}:\n{traceback.format_exc()}")))
     finally:

@@ -20,12 +20,12 @@ def watched(level: int, **zero: Any) -> tuple[zero3d.Engine, list[str]]:
         engine.step(batch)
     log: list[str] = []
     axis = engine._parts.axis
-    for verb in ("reduce_scatter", "all_gather"):
+    for verb in ("reduce_scatter", "all_reduce", "all_gather"):
         inner = getattr(axis.inner, verb)
 
-        def say(out: Any, source: Any, label: str, *, verb: str = verb, inner: Any = inner, **rest: Any) -> Any:
-            log.append(f"{verb} {label}")
-            return inner(out, source, label, **rest)
+        def say(*tensors: Any, verb: str = verb, inner: Any = inner, **rest: Any) -> Any:
+            log.append(f"{verb} {tensors[-1]}")
+            return inner(*tensors, **rest)
 
         setattr(axis.inner, verb, say)
     for number, block in enumerate(engine.model.blocks):  # type: ignore[arg-type]
@@ -35,6 +35,16 @@ def watched(level: int, **zero: Any) -> tuple[zero3d.Engine, list[str]]:
     return engine, log
 
 
+UNITS = ["norm", "blocks.3", "blocks.2", "blocks.1", "blocks.0", "tokens", "(root)"]
+JOINED = ["blocks.3 to norm", "blocks.2", "blocks.1", "blocks.0", "(root) to tokens"]
+"""Neighbours share a bucket of up to a quarter of the model."""
+
+
+def reductions(log: list[str]) -> list[str]:
+    calls = [line.partition(" ") for line in log if line.startswith(("reduce_scatter", "all_reduce"))]
+    return [label for _, _, label in calls if label != "tally of the step"]
+
+
 def logs(level: int, overlap: bool) -> list[str]:
     return watched(level, overlap=overlap)[1]
 
@@ -42,18 +52,20 @@ def logs(level: int, overlap: bool) -> list[str]:
 @pytest.mark.parametrize("level", range(4))
 def test_reductions_start_in_one_order_while_backward_runs(level: int) -> None:
     mine, theirs = run_ranks(2, logs, level, True)
-    order = [line.split()[1] for line in mine if line.startswith("reduce_scatter")]
-    assert order == ["norm", "blocks.3", "blocks.2", "blocks.1", "blocks.0", "tokens", "(root)"]
-    assert order == [line.split()[1] for line in theirs if line.startswith("reduce_scatter")]
-    # C71: the first bucket is on its way before the first layer's backward ends, at every level.
-    assert mine.index("reduce_scatter blocks.3") < mine.index("backward of 1 over")
-    assert mine.index("reduce_scatter blocks.2") < mine.index("backward of 0 over")
+    order = reductions(mine)
+    assert order == (UNITS if level > 1 else JOINED)
+    assert order == reductions(theirs)
+    # C71: the first block is on its way before the first layer's backward ends, at every level.
+    kind = "reduce_scatter" if level else "all_reduce"
+    assert mine.index(f"{kind} blocks.3{' to norm' * (level < 2)}") < mine.index("backward of 1 over")
+    assert mine.index(f"{kind} blocks.2") < mine.index("backward of 0 over")
 
 
 @pytest.mark.parametrize("level", range(4))
 def test_without_overlap_reductions_wait_for_the_end_of_backward(level: int) -> None:
     log = run_ranks(2, logs, level, False)[0]
-    assert log.index("reduce_scatter norm") > log.index("backward of 0 over")
+    first = next(i for i, line in enumerate(log) if line.startswith(("reduce_scatter", "all_reduce")))
+    assert first > log.index("backward of 0 over")
 
 
 def test_level_3_gathers_ahead_of_use() -> None:

@@ -146,7 +146,7 @@ def _buckets(
         key = (str(compute).removeprefix("torch."), infos[name].trainable)
         return Want(name=name, numel=infos[name].numel, itemsize=compute.itemsize, key=key)
 
-    wanted = [(unit.name or "(root)", [want(name) for name in unit.names]) for unit in units]
+    wanted = [(unit.name or "(root)", [want(name) for name in unit.names]) for unit in units if unit.names]
     if joins:
         total = sum(one.numel * one.itemsize for _, wants in wanted for one in wants)
         wanted = _joined(wanted, min(limit, total / 4))
