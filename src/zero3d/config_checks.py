@@ -34,6 +34,14 @@ def problems(config: "Config") -> Iterator[Problem]:
             )
     if config.zero.level not in (0, 1, 2, 3):
         yield Problem("zero.level", f"zero.level = {config.zero.level} is outside 0 to 3", LEVELS)
+    elif config.zero.level == 0 and config.zero.replicas > 1:
+        yield Problem(
+            "zero.replicas",
+            f"zero.replicas = {config.zero.replicas} at zero.level = 0, where nothing is sharded",
+            "Set zero.replicas = 1, or zero.level to 1, 2 or 3.",
+        )
+    elif config.parallel.dp != "auto":
+        yield from _replica_problems(config, config.parallel.dp)
     # Who calls the engine with batches of their own does not set a size here.
     if config.parallel.dp != "auto" and "global_batch" in config.data.model_fields_set:
         yield from batch_problems(config, config.parallel.dp)
@@ -89,8 +97,26 @@ def _step_problems(config: "Config") -> Iterator[Problem]:
         )
 
 
+def _replica_problems(config: "Config", dp: int) -> Iterator[Problem]:
+    """dp is cut into equal groups of two ranks or more."""
+    replicas = config.zero.replicas
+    fits = " or ".join(str(one) for one in range(1, dp) if dp % one == 0) or "1"
+    if dp % replicas:
+        yield Problem(
+            "zero.replicas",
+            f"zero.replicas = {replicas} does not cut dp = {_ranks(dp)} into equal groups",
+            f"Set zero.replicas to {fits}, or parallel.dp to a multiple of {replicas}.",
+        )
+    elif replicas == dp > 1:
+        yield Problem(
+            "zero.replicas",
+            f"zero.replicas = {replicas} on dp = {_ranks(dp)} makes groups of one rank, in which nothing is sharded",
+            f"Set zero.replicas to {fits}; to shard nothing, zero.level = 0 and zero.replicas = 1.",
+        )
+
+
 def world_problems(config: "Config", dp: int, world: int) -> Iterator[Problem]:
-    """The number of ranks that were started is the layout's."""
+    """The number of ranks that were started is the layout's, and dp can be cut into `zero.replicas` groups."""
     tp, pp = config.parallel.tp, config.parallel.pp
     if dp * tp * pp != world:
         needed = f"{dp} ranks" if tp == pp == 1 else f"{dp} x {tp} x {pp} = {dp * tp * pp} ranks"
@@ -99,6 +125,7 @@ def world_problems(config: "Config", dp: int, world: int) -> Iterator[Problem]:
             f"parallel.dp = {dp} needs {needed}, and {world} {'is' if world == 1 else 'are'} started",
             f'Start {dp * tp * pp} (-n {dp * tp * pp}), or set parallel.dp = "auto" to fill what is started.',
         )
+    yield from _replica_problems(config, dp)
 
 
 def batch_problems(config: "Config", dp: int) -> Iterator[Problem]:

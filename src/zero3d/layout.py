@@ -11,6 +11,16 @@ Place(dp=0, tp=1, pp=1)
 5
 >>> layout.peers(5, "dp")
 (5, 7)
+
+With replicas ZeRO shards within groups of neighbours on dp:
+dp_index = group * (dp / replicas) + index within the group.
+
+>>> Layout(dp=4).groups(2)
+((0, 1), (2, 3))
+>>> Layout(dp=4).counterparts(2)
+((0, 2), (1, 3))
+>>> Layout(dp=4, tp=2).groups(2)
+((0, 2), (4, 6), (1, 3), (5, 7))
 """
 
 from dataclasses import dataclass, replace
@@ -59,6 +69,25 @@ class Layout:
         """All ranks that differ from `rank` on `axis` alone, itself included, by index on the axis."""
         place = self.place(rank)
         return tuple(self.rank(place._replace(**{axis: index})) for index in range(getattr(self, axis)))
+
+    def groups(self, replicas: int) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each group that shards among itself, by index within the group; `replicas` groups to a dp."""
+        size = self._group_size(replicas)
+        return tuple(line[start : start + size] for line in self._dp_lines() for start in range(0, self.dp, size))
+
+    def counterparts(self, replicas: int) -> tuple[tuple[int, ...], ...]:
+        """The ranks that hold the same shards, by group."""
+        size = self._group_size(replicas)
+        return tuple(line[index::size] for line in self._dp_lines() for index in range(size))
+
+    def _group_size(self, replicas: int) -> int:
+        if replicas < 1 or self.dp % replicas:
+            raise ValueError(f"dp = {self.dp} cannot be cut into {replicas} equal groups")
+        return self.dp // replicas
+
+    def _dp_lines(self) -> list[tuple[int, ...]]:
+        """The ranks of every dp axis, by index on it."""
+        return sorted({self.peers(rank, "dp") for rank in range(self.world)})
 
     def with_dp_filling(self, world: int) -> "Layout":
         """The same tp and pp with dp = world / (tp * pp)."""

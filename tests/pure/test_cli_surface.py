@@ -11,6 +11,7 @@ from zero3d.cli.train import INTERRUPTED
 SURFACE = {
     "zero3d": ["--version"],
     "train": ["CONFIG", "-n/--ranks", "--set", "--json", "--allow-code", "--debug"],
+    "verify": ["CONFIG", "-n/--ranks", "--steps", "--set", "--json", "--allow-code", "--debug"],
 }
 
 
@@ -33,7 +34,7 @@ def test_interrupted_leaves_with_130() -> None:
 
 
 def test_help_and_version_answer_without_torch() -> None:
-    for words in (["--help"], ["train", "--help"], ["--version"]):
+    for words in (["--help"], ["train", "--help"], ["verify", "--help"], ["--version"]):
         code = (
             f"import sys; sys.argv[1:] = {words!r}\n"
             "from zero3d.cli.main import entry\n"

@@ -186,6 +186,32 @@ def test_ranks_that_are_not_the_layouts() -> None:
         Config.load({"parallel": {"dp": 2}}).resolved(3, native_bf16=False)
 
 
+@pytest.mark.parametrize(
+    ("dp", "replicas", "message", "hint"),
+    [
+        (4, 3, "zero.replicas = 3 does not cut dp = 4 ranks into equal groups", "1 or 2, or parallel.dp to a multiple"),
+        (6, 4, "zero.replicas = 4 does not cut dp = 6 ranks", "1 or 2 or 3"),
+        (1, 2, "zero.replicas = 2 does not cut dp = 1 rank into", "zero.replicas to 1,"),
+        (4, 4, "makes groups of one rank, in which nothing is sharded", "1 or 2; to shard nothing, zero.level = 0"),
+    ],
+)
+def test_groups_that_ranks_cannot_form(dp: int, replicas: int, message: str, hint: str) -> None:
+    """At once where dp is set, else as soon as the number of ranks is known."""
+    setting = f"zero.replicas={replicas}"
+    error = refused({"parallel": {"dp": dp}}, setting)
+    assert message in error.message and hint in error.hint
+    with pytest.raises(ConfigError) as caught:
+        Config.load({}, [setting]).resolved(dp, native_bf16=False, own_batches=True)
+    assert message in caught.value.message and hint in caught.value.hint
+
+
+def test_groups_that_shard_nothing_or_fit() -> None:
+    assert "at zero.level = 0, where nothing is sharded" in refused({"zero": {"level": 0, "replicas": 2}}).message
+    for dp, replicas in [(1, 1), (4, 2), (6, 2), (6, 3), (8, 4)]:
+        config = Config.load({"zero": {"replicas": replicas}}).resolved(dp, native_bf16=False, own_batches=True)
+        assert config.zero.replicas == replicas
+
+
 def test_micro_batches_may_be_uneven_but_not_larger_than_the_part() -> None:
     config = Config.load({"parallel": {"micro_batch": 3}}).resolved(4, native_bf16=False)
     assert config.micro_batches == 3  # 8 = 3 + 3 + 2

@@ -71,6 +71,15 @@ def test_the_table_of_a_configuration_uses_its_own_reduce_at_its_own_level() -> 
     assert table[3] == ModelStates(weights=1000, gradients=1000, optimizer=2000)
 
 
+def test_replicas_shard_over_a_group_alone() -> None:
+    for level in LEVELS:
+        assert states(1000, level, dp=8, replicas=4, frozen=10) == states(1000, level, dp=2, frozen=10)
+    config = Config.load({}, ["zero.replicas=2", "zero.level=3", "precision.compute=fp32"])
+    assert at_each_level(config, 1000, dp=4)[3] == ModelStates(weights=2000, gradients=2000, optimizer=4000)
+    with pytest.raises(ValueError, match="4 ranks cannot be cut into 3"):
+        states(1, 1, dp=4, replicas=3)
+
+
 def test_a_level_outside_0_to_3() -> None:
     with pytest.raises(ValueError, match="outside 0 to 3"):
         states(1, 4, dp=1)

@@ -52,11 +52,17 @@ def _sentences(plan: "Plan") -> dict[str, str]:
         "layout": f"dp {plan.world} x tp {config.parallel.tp} x pp {config.parallel.pp}, on {plan.device}",
         "ZeRO": f"level {zero.level}, gradients reduced once a {zero.reduce}, "
         + ("overlapping backward" if zero.overlap else "not overlapped")
+        + (f", sharded {_in_groups(plan)}" if zero.replicas > 1 else "")
         + (f", recompute {config.recompute.mode}" if config.recompute.mode != "none" else ""),
         "dtypes": _dtypes(plan),
         "note": plan.notice,
         "files": f"{config.run.out}/",
     }
+
+
+def _in_groups(plan: "Plan") -> str:
+    replicas = plan.config.zero.replicas
+    return f"in {replicas} groups of {plan.world // replicas} ranks"
 
 
 def _steps(plan: "Plan") -> str:
@@ -94,13 +100,14 @@ def _dtypes(plan: "Plan") -> str:
 
 def who_holds_what(plan: "Plan") -> PlainTable:
     """Per rank: which part of each kind of model state, and its bytes."""
-    dp, whole, mine = plan.world, plan.predicted[0], plan.predicted[plan.config.zero.level]
+    dp, size_of_group = plan.world, plan.world // plan.config.zero.replicas
+    whole, mine = plan.predicted[0], plan.predicted[plan.config.zero.level]
     parts = ["weights", "gradients", "optimizer state"]
     drop = ["model states", *parts[:2]]
     table = PlainTable("Who holds what", ["rank"], [*parts, "model states"], drop=drop)
 
     def part(rank: int, held: int, of: int) -> str:
-        return f"{'all' if held == of else f'part {rank + 1}/{dp}'}  {size(held):>7}"
+        return f"{'all' if held == of else f'part {rank % size_of_group + 1}/{size_of_group}'}  {size(held):>7}"
 
     for rank in range(dp if dp <= MOST_RANKS else MOST_RANKS - 2):
         table.add_row(
@@ -117,8 +124,9 @@ def who_holds_what(plan: "Plan") -> PlainTable:
 
 def levels(plan: "Plan") -> PlainTable:
     """Predicted model states per rank at levels 0 to 3; the level of this run is marked."""
+    groups = f" {_in_groups(plan)}" if plan.config.zero.replicas > 1 else ""
     table = PlainTable(
-        f"Predicted model states per rank at each ZeRO level, dp {plan.world}",
+        f"Predicted model states per rank at each ZeRO level, dp {plan.world}{groups}",
         ["level", "shards"],
         ["weights", "gradients", "optimizer", "total"],
         [BAR],

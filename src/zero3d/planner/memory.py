@@ -9,7 +9,8 @@ precision with Adam: fp32 master weight and two moments):
     level 2      w Psi + (g + K) Psi / N
     level 3     (w + g + K) Psi / N
 
-Gradients that are reduced once a step are whole on every rank until then, at each level.
+Gradients that are reduced once a step are whole on every rank until then, at each level. With replicas R
+(`zero.replicas`) the ranks shard in R groups: N = dp / R.
 
 >>> [round(states(7.5e9, level, dp=64).total / 1e9, 2) for level in LEVELS]
 [120.0, 31.41, 16.64, 1.88]
@@ -54,21 +55,25 @@ def states(
     level: int,
     *,
     dp: int,
+    replicas: int = 1,
     widths: Widths = Widths(),
     reduce: Literal["step", "micro-batch"] | None = None,
     frozen: float = 0,
 ) -> ModelStates:
     """What each of `dp` ranks holds of `parameters` trained parameters and `frozen` others, which are weights alone;
-    a part of a parameter counts as whole.
+    a part of a parameter counts as whole. `replicas`: groups of ranks that each hold all shards; divides `dp`.
 
     `reduce`: when gradients are reduced; left out, as late as the level allows what it promises.
     """
     if level not in LEVELS:
         raise ValueError(f"level {level} is outside 0 to 3")
     reduce = reduce or ("step" if level <= 1 else "micro-batch")
-    whole, shard = ceil(parameters), ceil(parameters / dp)
+    if dp % replicas:
+        raise ValueError(f"{dp} ranks cannot be cut into {replicas} equal groups")
+    group = dp // replicas
+    whole, shard = ceil(parameters), ceil(parameters / group)
     return ModelStates(
-        weights=widths.weights * (shard + ceil(frozen / dp) if level >= 3 else whole + ceil(frozen)),
+        weights=widths.weights * (shard + ceil(frozen / group) if level >= 3 else whole + ceil(frozen)),
         gradients=widths.gradients * (whole if level == 0 or reduce == "step" else shard),
         optimizer=widths.optimizer * (shard if level >= 1 else whole),
     )
@@ -97,6 +102,7 @@ def at_each_level(config: Config, parameters: int, dp: int, frozen: int = 0) -> 
             parameters,
             level,
             dp=dp,
+            replicas=config.zero.replicas,
             widths=widths,
             reduce=own if level == config.zero.level else None,
             frozen=frozen,
