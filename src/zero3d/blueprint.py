@@ -1,7 +1,7 @@
 """A model before its weights: the structure, and where each parameter's first values come from."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -43,3 +43,31 @@ class Blueprint:
             return
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             out.copy_(self.values[name]())
+
+
+@dataclass(frozen=True)
+class Source:
+    """A function that builds a model, and another that says where the first values of its parameters are instead.
+
+    Called, it is itself such a function: it gives the model with these values, as plain torch would hold it.
+    """
+
+    build: Callable[[], nn.Module]
+    values: Callable[[nn.Module], Mapping[str, Values]]
+    """The model that `build` made -> by the names of its parameters and buffers, what every rank can make by itself."""
+
+    def __call__(self) -> nn.Module:
+        model = self.build()
+        state = dict((*model.named_parameters(), *model.named_buffers()))
+        with torch.no_grad():
+            for name, value in self.values(model).items():
+                state[name].copy_(value())
+        return model
+
+    def fill(self, blueprint: Blueprint) -> Blueprint:
+        """The blueprint of what `build` makes, with these values in place of its own."""
+        found = dict(self.values(blueprint.model))
+        for name, buffer in blueprint.model.named_buffers():
+            if name in found:
+                buffer.copy_(found.pop(name)())
+        return replace(blueprint, values={**blueprint.values, **found}, given=blueprint.given - found.keys())

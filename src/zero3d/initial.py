@@ -3,6 +3,7 @@
 a function that builds it   recorded: each parameter's values come from (seed, its name) alone
 a module on meta            the same, from what the `reset_parameters()` of its modules do
 a module with values        they are its own
+a `Source`                  what it says, such as a file that every rank reads; the rest as of a function
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from zero3d.blueprint import Blueprint, Values
+from zero3d.blueprint import Blueprint, Source, Values
 from zero3d.errors import UsageError
 from zero3d.recording import Recorder
 from zero3d.reset import record_resets
@@ -36,6 +37,8 @@ def draw(source: nn.Module | Callable[[], nn.Module], seed: int) -> Blueprint:
     """
     if isinstance(source, nn.Module):
         return _blueprint(source, {}, seed, "")
+    if isinstance(source, Source):
+        return source.fill(draw(source.build, seed))
     if not callable(source):
         raise UsageError(f"the model is a {type(source).__name__}; it must be an nn.Module or a function building one")
     recorder = Recorder()
