@@ -1,4 +1,4 @@
-"""Which torch optimizer makes the update, and for which parameters with which settings."""
+"""A rule: which torch optimizer updates a parameter, and with which settings."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -7,17 +7,16 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from zero3d import config
 from zero3d.contracts import OptimizerFactory
-from zero3d.errors import ConfigError, UsageError
+from zero3d.errors import ConfigError
 from zero3d.params import ParamInfo
 
 Settings = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rule:
     """`build` makes an optimizer; `settings_of` gives a parameter's own settings by its name."""
 
@@ -27,18 +26,19 @@ class Rule:
 
 
 def rule_for(optimizer: str | OptimizerFactory, options: config.Optimizer, infos: Sequence[ParamInfo]) -> Rule:
-    """The user's function as it is, or the class in torch.optim that is named.
+    """The user's function as it is, or the class in torch.optim that is named, with the configuration's settings.
 
-    Raises `ConfigError` for an unknown name and `UsageError` for an optimizer that does not treat each element by
-    itself: on shards it would compute something else.
+    Raises `ConfigError` for an unknown name.
     """
     if callable(optimizer):
         name = getattr(optimizer, "__qualname__", repr(optimizer))
-        rule = Rule(name, optimizer, lambda _: {})
-    else:
-        rule = _named(optimizer, options, infos)
-    _refuse_unless_elementwise(rule)
-    return rule
+        return Rule(name, optimizer, lambda _: {})
+    return _named(optimizer, options, infos)
+
+
+def matches(info: ParamInfo, pattern: str) -> bool:
+    """Whether `pattern` matches one of the parameter's names, ties too."""
+    return any(fnmatchcase(name, pattern) for name in (info.name, *info.ties))
 
 
 def _named(name: str, options: config.Optimizer, infos: Sequence[ParamInfo]) -> Rule:
@@ -59,10 +59,10 @@ def _named(name: str, options: config.Optimizer, infos: Sequence[ParamInfo]) -> 
         "eps": options.eps,
         "weight_decay": options.weight_decay,
     }
-    given = {key: value for key, value in wanted.items() if key in accepted}
+    given = {key: value for key, value in wanted.items() if key in accepted and _fits(value, accepted[key].default)}
     if chosen in (torch.optim.AdamW, torch.optim.Adam):
         given["fused"] = True
-    plain = {info.name for info in infos if _matches(info, options.no_decay)}
+    plain = {info.name for info in infos if _without_decay(info, options.no_decay)}
 
     def settings_of(parameter: str) -> Settings:
         return {"weight_decay": 0.0} if "weight_decay" in accepted and parameter in plain else {}
@@ -73,43 +73,10 @@ def _named(name: str, options: config.Optimizer, infos: Sequence[ParamInfo]) -> 
     return Rule(chosen.__name__, build, settings_of)
 
 
-def _matches(info: ParamInfo, patterns: Sequence[str]) -> bool:
+def _fits(value: object, default: object) -> bool:
+    """One word may mean several things: Adafactor's eps is a pair, and keeps its default."""
+    return isinstance(default, tuple) == isinstance(value, tuple)
+
+
+def _without_decay(info: ParamInfo, patterns: Sequence[str]) -> bool:
     return any(len(info.shape) < 2 if pattern == "1d" else fnmatchcase(info.name, pattern) for pattern in patterns)
-
-
-def _refuse_unless_elementwise(rule: Rule) -> None:
-    """Three steps on a matrix, and on the same elements in flat parts with an optimizer each, must give the same."""
-    start = torch.linspace(-1.0, 1.0, 64).view(8, 8)
-    try:
-        as_matrix = _three_steps(rule.build, start.clone(), 0)
-        flat = start.view(-1)
-        as_parts = torch.cat([_three_steps(rule.build, flat[at : at + 24].clone(), at) for at in (0, 24, 48)])
-    except UsageError:
-        raise
-    except Exception as error:
-        raise UsageError(
-            f"optimizer {rule.name} could not be run on a flat part of a parameter: {error}",
-            hint="ZeRO needs an optimizer that treats each element by itself, such as AdamW, SGD or Lion.",
-        ) from error
-    if not torch.allclose(as_matrix, as_parts, rtol=1e-5, atol=1e-7):
-        raise UsageError(
-            f"optimizer {rule.name} does not treat each element by itself: on shards it would compute something else",
-            hint="Optimizers that look at whole matrices do not work at any level in this version; "
-            "AdamW, Adam, SGD, Lion and other elementwise ones do.",
-        )
-
-
-def _three_steps(build: OptimizerFactory, part: Tensor, offset: int) -> Tensor:
-    """`part`, flat, after three updates; `offset`: where in the whole it begins."""
-    parameter = torch.nn.Parameter(part)
-    optimizer = build([parameter])
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(
-            f"the optimizer function returned {type(optimizer).__name__}, not a torch.optim.Optimizer",
-            hint="Pass a function such as lambda parameters: torch.optim.SGD(parameters, lr=0.1).",
-        )
-    index = torch.arange(offset, offset + part.numel(), dtype=torch.float32)
-    for step in range(3):
-        parameter.grad = torch.sin(index * 0.7 + step).view_as(parameter)
-        optimizer.step()
-    return parameter.detach().reshape(-1)
