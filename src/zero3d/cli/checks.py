@@ -125,7 +125,7 @@ def check_model(config: Config, prepared: Prepared, ranks: int, allow_code: bool
     import torch
 
     from zero3d.models.presets import build_function
-    from zero3d.optim.rule import rule_for
+    from zero3d.optim.assignment import assign
     from zero3d.params import collect
 
     build = build_function(config.model, prepared.vocabulary, config.data.sequence_length, allow_code=allow_code)
@@ -139,7 +139,7 @@ def check_model(config: Config, prepared: Prepared, ranks: int, allow_code: bool
     except Exception:
         # Code of the user's own that needs real tensors: what the ranks say of it is closer to the cause.
         return
-    rule_for(config.optimizer.name, config.optimizer, infos)
+    assign(config.optimizer.name, config.optimizer, config.zero.whole_parameters, infos)
     resolved = config.resolved(ranks, native_bf16=False)
     if machine.gpus():
         return

@@ -6,7 +6,7 @@ from typing import Annotated, cast
 
 import typer
 
-from zero3d.cli import train
+from zero3d.cli import train, verify
 
 app = typer.Typer(
     name="zero3d",
@@ -17,6 +17,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train")(train.command)
+app.command("verify")(verify.command)
 
 
 def _show_version(asked: bool) -> None:
@@ -48,7 +49,8 @@ def entry() -> None:
             print(told)
         else:
             # typer's own frame would break words and paths where the window is narrow.
-            verb = " train" if sys.argv[1] == "train" else ""
+            verbs = [command.name for command in app.registered_commands]
+            verb = f" {sys.argv[1]}" if sys.argv[1] in verbs else ""
             print(f"zero3d: {told}\n`zero3d{verb} --help` lists what there is.", file=sys.stderr)
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):

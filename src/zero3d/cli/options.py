@@ -1,4 +1,4 @@
-"""What the command line of `zero3d train` says, and that as words again: for a rank, or for a person to repeat."""
+"""What the command line of `zero3d VERB` says, and that as words again: for a rank, or for a person to repeat."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line says, beside the configuration."""
+    """What the command line says, beside the configuration. `more`: words that this verb alone knows."""
 
     config: Path
     settings: tuple[str, ...]
@@ -15,6 +15,8 @@ class Options:
     json: bool
     debug: bool
     allow_code: bool
+    verb: str = "train"
+    more: tuple[str, ...] = ()
 
     def as_arguments(self) -> list[str]:
         """The command line of one rank."""
@@ -34,4 +36,4 @@ class Options:
         start = [] if ranks is None else ["-n", str(ranks)]
         code = ["--allow-code"] if self.allow_code else []
         sets = [word for setting in settings for word in ("--set", setting)]
-        return ["train", str(self.config), *start, *code, *sets]
+        return [self.verb, str(self.config), *self.more, *start, *code, *sets]

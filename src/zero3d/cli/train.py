@@ -25,7 +25,8 @@ from zero3d.config import Config
 from zero3d.records import METRICS
 
 if TYPE_CHECKING:
-    from zero3d.data.prepare import Progress
+    from zero3d.data.prepare import Prepared, Progress
+    from zero3d.models.presets import Build
     from zero3d.train import Listener
 
 INTERRUPTED = 130
@@ -68,10 +69,10 @@ def command(
         rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         work = lambda: _train_on_rank(options, rank, world)  # noqa: E731
         raise typer.Exit(run_as_rank(work, environment, debug=debug, as_json=as_json))
-    raise typer.Exit(_reporting_errors(lambda: _start(options, environment), options))
+    raise typer.Exit(reporting_errors(lambda: start(options, environment), options))
 
 
-def _start(options: Options, environment: dict[str, str]) -> None:
+def start(options: Options, environment: dict[str, str]) -> None:
     """In the process that the user started."""
     config = Config.load(options.config, options.settings)
     checks.check_code(config, options.allow_code)
@@ -117,20 +118,25 @@ def _until_then(config: Config, step: int | None) -> str:
 
 
 def _train_on_rank(options: Options, rank: int, world: int) -> None:
-    """In each process that `_start` or torchrun started."""
+    """In each process that `start` or torchrun started."""
     from zero3d import train
+
+    config, prepared, build = read_on_rank(options, world)
+    if PARENT not in os.environ:  # under torchrun, which was told how many
+        options = replace(options, ranks=world)
+    train.train(config, prepared, build, _listeners(config, options) if rank == 0 else ())
+
+
+def read_on_rank(options: Options, world: int) -> "tuple[Config, Prepared, Build]":
+    """The configuration, the data that `start` prepared, and the function that builds the model."""
     from zero3d.models.presets import build_function
 
     config = Config.load(options.config, options.settings)
     checks.check_code(config, options.allow_code)
     checks.check_started(options.ranks, world)
     prepared = checks.prepare_data(config, None, os.environ.get(TOKENS, ""))
-    build = build_function(
-        config.model, prepared.vocabulary, config.data.sequence_length, allow_code=options.allow_code
-    )
-    if PARENT not in os.environ:  # under torchrun, which was told how many
-        options = replace(options, ranks=world)
-    train.train(config, prepared, build, _listeners(config, options) if rank == 0 else ())
+    length = config.data.sequence_length
+    return config, prepared, build_function(config.model, prepared.vocabulary, length, allow_code=options.allow_code)
 
 
 def _listeners(config: Config, options: Options) -> "list[Listener]":
@@ -185,7 +191,7 @@ def _print_line(line: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _reporting_errors(work: Callable[[], None], options: Options) -> int:
+def reporting_errors(work: Callable[[], None], options: Options) -> int:
     """-> the exit code. An error is one short text on stderr and, with --json, a line on stdout."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
