@@ -1,0 +1,99 @@
+"""Turns that nobody announces: from the first gradient of a backward that the user calls to its end.
+
+A sum of gradients goes over one or more turns. It ends with a step, or when the user sets the slices' gradients to
+None (`optimizer.zero_grad()`); the next backward then begins a new one.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero3d.recompute import in_backward
+from zero3d.trees import needing_grad, tensors_in
+from zero3d.zero.replica import ZeroReplica
+
+
+class OwnTurns:
+    """Tells `replica` when backwards begin and end, and gives `pieces`, the slices by name, their gradients.
+
+    changed: called when the sum is about to become another
+    """
+
+    def __init__(
+        self, model: nn.Module, replica: ZeroReplica, pieces: Mapping[str, nn.Parameter], changed: Callable[[], None]
+    ) -> None:
+        self._replica = replica
+        self._pieces = pieces
+        self._changed = changed
+        self._running = False
+        self._ended = True
+        self._reduced = True
+        self._accumulating = False
+        # The backward of what the whole model gave begins here, before any gradient of a parameter is there.
+        self._hook = model.register_forward_hook(self._watch)
+        replica.ask_before_gradients(self._begin)
+
+    @contextmanager
+    def accumulate(self, on: bool) -> Iterator[None]:
+        """A backward inside is not the last of its sum."""
+        before, self._accumulating = self._accumulating, on
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def settle(self) -> None:
+        """The sum is whole: what this rank has not reduced yet, or not computed at all, is reduced now."""
+        if self._ended or self._cleared or not self._reduced:
+            self._open(last=True)
+            self._close()
+
+    def end_sum(self) -> None:
+        """The next backward begins a new one."""
+        self._ended = True
+
+    def close(self) -> None:
+        self._hook.remove()
+
+    def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not in_backward():
+            self._running = False  # It still is where a backward ended with an error.
+            for tensor in needing_grad(tensors_in(output)):
+                tensor.register_hook(self._begin)
+
+    def _begin(self, *_: Any) -> None:
+        if not self._running:
+            self._open(last=not self._accumulating)
+            torch.autograd.Variable._execution_engine.queue_callback(self._close)
+
+    def _open(self, last: bool) -> None:
+        self._changed()
+        first = self._ended or self._cleared
+        if not first:
+            self._replica.forget({name for name, piece in self._pieces.items() if piece.grad is None})
+        self._replica.begin_turn(first, last)
+        self._running, self._ended, self._reduced = True, False, last
+
+    def _close(self) -> None:
+        self._running = False
+        self._replica.end_turn()
+        if self._reduced:
+            for shard in self._replica.finish():
+                shard.coming.wait()
+        # Slices without elements have a gradient too: whether there is one tells what the user cleared.
+        gradients: dict[str, Tensor] = {name: torch.empty_like(piece) for name, piece in self._empty}
+        for shard in self._replica.shards:
+            gradients.update((piece.name, shard.gradient[piece.start : piece.stop]) for piece in shard.pieces)
+        for name, parameter in self._pieces.items():
+            parameter.grad = gradients[name]
+
+    @property
+    def _cleared(self) -> bool:
+        return all(piece.grad is None for piece in self._pieces.values())
+
+    @property
+    def _empty(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, piece) for name, piece in self._pieces.items() if not piece.numel())
