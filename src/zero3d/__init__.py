@@ -21,6 +21,7 @@ to reduce    to sum over ranks, each keeping its part; to publish: to send new w
 held, sent   bytes that a rank keeps; bytes that leave it
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from zero3d.config import Config
@@ -37,7 +38,10 @@ from zero3d.errors import (
 )
 
 if TYPE_CHECKING:
+    from zero3d.comparison import verify
     from zero3d.engine import Engine, EvaluateReport, StepReport
+    from zero3d.models.pretrained import pretrained
+    from zero3d.own_loop import Sharded, shard
 
 __version__ = "0.1.0"
 
@@ -52,16 +56,28 @@ __all__ = [
     "OutOfSpaceError",
     "RankFailedError",
     "ReleasedParameterError",
+    "Sharded",
     "StepReport",
     "UsageError",
     "Zero3dError",
+    "pretrained",
+    "shard",
+    "verify",
 ]
+
+_NEED_TORCH = {
+    "Engine": "zero3d.engine",
+    "EvaluateReport": "zero3d.engine",
+    "StepReport": "zero3d.engine",
+    "Sharded": "zero3d.own_loop",
+    "pretrained": "zero3d.models.pretrained",
+    "shard": "zero3d.own_loop",
+    "verify": "zero3d.comparison",
+}
 
 
 def __getattr__(name: str) -> Any:
     """What needs torch is imported when it is first asked for: a refused configuration costs no seconds."""
-    if name in ("Engine", "EvaluateReport", "StepReport"):
-        from zero3d import engine
-
-        return getattr(engine, name)
+    if name in _NEED_TORCH:
+        return getattr(import_module(_NEED_TORCH[name]), name)
     raise AttributeError(f"module 'zero3d' has no attribute {name!r}")

@@ -11,11 +11,11 @@ from zero3d import params
 from zero3d.comm.mesh import Mesh
 from zero3d.comm.recorded_axis import RecordedAxis
 from zero3d.config import Config
-from zero3d.contracts import Loss, ModelSource, OptimizerFactory
+from zero3d.contracts import Loss, ModelSource, OptimizerChoice
 from zero3d.errors import UsageError
 from zero3d.initial import draw
 from zero3d.notices import notices
-from zero3d.optim.rule import rule_for
+from zero3d.optim.assignment import assign
 from zero3d.optim.sharded import ShardedOptimizer
 from zero3d.params import ParamInfo
 from zero3d.pipeline.action import Action
@@ -24,7 +24,7 @@ from zero3d.pipeline.schedules.accumulate import accumulate
 from zero3d.pipeline.stage import ModelStage
 from zero3d.precision import Scaler, dtypes_for
 from zero3d.randomness import Randomness
-from zero3d.recompute import recompute
+from zero3d.recompute import Recomputed, recompute
 from zero3d.zero.levels import gathers, options_for, replica_for
 from zero3d.zero.replica import ZeroReplica
 from zero3d.zero.units import find_blocks, split_units
@@ -40,18 +40,27 @@ class Parts:
     device: torch.device
     stage: ModelStage
     randomness: Randomness
+    recomputed: Sequence[Recomputed]
     replica: ZeroReplica
+    counts_norms: bool
     optimizer: ShardedOptimizer
     scaler: Scaler
     clip_norm: float
     notice: str
+
+    def close(self) -> None:
+        """Modules and gradients are the user's again; weights can still be gathered, read and written."""
+        self.replica.close()
+        self.randomness.close()
+        for block in self.recomputed:
+            block.close()
 
     def actions(self, micro_batches: int) -> Sequence[Action]:
         return accumulate(1, 1, micro_batches)[0]
 
 
 def assemble(
-    source: ModelSource, loss: Loss, optimizer: str | OptimizerFactory, config: Config, mesh: Mesh, call: Call | None
+    source: ModelSource, loss: Loss, optimizer: OptimizerChoice, config: Config, mesh: Mesh, call: Call | None
 ) -> Parts:
     """Builds this rank's parts of `source` as the resolved `config` says. Collective over all ranks of `mesh`."""
     axis, device = mesh.axes["dp"], mesh.device
@@ -60,7 +69,7 @@ def assemble(
     infos = params.collect(model)
     dtypes = dtypes_for(config)
     dtypes.check(infos)
-    rule = rule_for(optimizer, config.optimizer, infos)
+    assignment = assign(optimizer, config.optimizer, config.zero.whole_parameters, infos)
     _, blocks = find_blocks(model, config.model.blocks)
     if config.recompute.mode == "block" and not blocks:
         raise UsageError(
@@ -70,9 +79,8 @@ def assemble(
 
     randomness = Randomness(config.run.seed, axis.index, device)
     randomness.watch(blocks)
-    if config.recompute.mode == "block":
-        recompute(blocks)
-    replica = replica_for(options_for(config), axis, blueprint, split_units(model, blocks), dtypes, device)
+    recomputed = recompute(blocks if config.recompute.mode == "block" else ())
+    replica = replica_for(options_for(config), mesh.sharding, blueprint, split_units(model, blocks), dtypes, device)
     scaler = Scaler(enabled=dtypes.compute_rule is torch.float16)
     scale = partial(scaler.for_loss, axis)
     return Parts(
@@ -82,8 +90,10 @@ def assemble(
         device=device,
         stage=ModelStage(model, call or caller(model, dtypes.compute_rule), loss, randomness, scale),
         randomness=randomness,
+        recomputed=recomputed,
         replica=replica,
-        optimizer=ShardedOptimizer(rule, replica.shards),
+        counts_norms=mesh.counts_norms,
+        optimizer=ShardedOptimizer(assignment, replica.shards, mesh.sharding),
         scaler=scaler,
         clip_norm=config.optimizer.clip_norm,
         notice=notices(blueprint.notice, model, has_blocks=bool(blocks), gathers=gathers(config)),

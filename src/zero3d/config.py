@@ -153,7 +153,8 @@ class Zero(Section):
     """Reductions and gathers run while the model computes; off, each is waited for at once."""
     keep_gathered: Annotated[tuple[str, ...], FromList] = ()
     """Level 3: patterns of names of parameters that are gathered at the start of each forward and of each backward,
-    whichever modules run: for blocks that some ranks leave out, or run in another order."""
+    whichever modules run: for blocks that some ranks leave out, or run in another order. What shares a bucket with
+    them is gathered too. At levels 0 to 2 ranks may run different modules as it is, and the key changes nothing."""
     whole_parameters: Annotated[tuple[str, ...], FromList] = ()
     """Patterns of names of parameters whose optimizer state stays whole on one rank, for optimizers that look at whole
     matrices, such as Muon or Adafactor; "auto" stands for those whose optimizer does."""

@@ -23,7 +23,11 @@ Loss = Callable[[Any, Batch], Tensor | tuple[Tensor, Tensor | int]]
 """loss(model_output, batch) -> (sum over counted targets, their number), or a mean tensor."""
 
 OptimizerFactory = Callable[[Sequence[Any]], Any]
-"""parameters (tensors or groups) -> torch.optim.Optimizer that treats each element by itself."""
+"""parameters (tensors or groups) -> torch.optim.Optimizer. The tensors are fp32: flat pieces of parameters, and of what
+`zero.whole_parameters` names whole ones of their own shapes, each in a call by itself."""
+
+OptimizerChoice = str | OptimizerFactory | Mapping[str, str | OptimizerFactory]
+"""A function or a name for all parameters, or {pattern of names: function or name}, of which the first match wins."""
 
 
 class Pending(Protocol):
@@ -72,8 +76,9 @@ class Axis(Protocol):
 class Replica(Protocol):
     """My copy of the model over dp; hides buckets, hooks, gather and release, overlap, and the level."""
 
-    def turn(self, stage: int, first: bool, last: bool) -> AbstractContextManager[None]:
-        """Round one backward of a stage: it is the stage's first, or last, in this step."""
+    def turn(self, stage: int, first: bool, last: bool, *, counts: bool = True) -> AbstractContextManager[None]:
+        """Round one backward of a stage: it is the stage's first, or last, in this step. Without `counts` its
+        gradients are left out: it only makes this rank's calls match those of the others."""
         ...
 
     def finish(self) -> Sequence["Shard"]:
@@ -85,7 +90,7 @@ class Replica(Protocol):
     def shards(self) -> Sequence["Shard"]: ...
 
     def norms(self) -> Sequence[Tensor]:
-        """Norms of groups of gradient elements, fp64: over all ranks of dp each element counts once."""
+        """Norms of groups of gradient elements, fp64: over the ranks that share the shards each element counts once."""
         ...
 
     def arrivals(self) -> Mapping[str, int]:

@@ -1,11 +1,13 @@
 """Engine: a model, a loss and an optimizer that train as a configuration says."""
 
 import time
+import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from zero3d import census
+from zero3d.access import Access, Index
 from zero3d.assemble import Parts, assemble
+from zero3d.comm.diverged import diverged
 from zero3d.comm.mesh import open_mesh, ranks_started
 from zero3d.config import Config
-from zero3d.contracts import Batch, Loss, ModelSource, OptimizerFactory
-from zero3d.errors import ConfigError, DivergedError, NonFiniteError, UsageError
+from zero3d.contracts import Batch, Loss, ModelSource, OptimizerChoice
+from zero3d.editing import edit, training_flags
+from zero3d.errors import ConfigError, NonFiniteError, UsageError
 from zero3d.layout import Layout
 from zero3d.optim.learning_rate import factor
 from zero3d.params import ParamInfo
 from zero3d.pipeline.calling import Call, split
+from zero3d.pipeline.uneven import Mine, Padding, even_out, own, together
 from zero3d.precision import native_bf16
 from zero3d.step import Done, evaluate_step, train_step
 from zero3d.watch import first_non_finite
@@ -69,8 +75,10 @@ class Engine:
 
     model: an nn.Module (any device; rank 0's weights are everyone's) or a function that builds one
     loss: loss(model_output, batch) -> (sum over counted targets, their number), or one mean tensor
-    optimizer: a function parameters -> torch.optim.Optimizer that treats each element by itself; or a name.
-        It is called once for every shard, with flat tensors. Left out: what the configuration names.
+    optimizer: a function parameters -> torch.optim.Optimizer, or a name; or {pattern of parameter names: either}, of
+        which the first match wins. A function is called once for every shard, with flat tensors, so its optimizer must
+        treat each element by itself; and once for every parameter of `zero.whole_parameters`, with a tensor of the
+        parameter's own shape. Left out: what the configuration names.
     config: a Config, a dict of sections, or the path of a TOML file
     call: call(model, batch) -> model_output, where batches are not what `pipeline.calling.caller` expects
 
@@ -81,7 +89,7 @@ class Engine:
         self,
         model: ModelSource,
         loss: Loss,
-        optimizer: str | OptimizerFactory | None = None,
+        optimizer: OptimizerChoice | None = None,
         config: Config | Mapping[str, Any] | str | Path | None = None,
         *,
         call: Call | None = None,
@@ -93,16 +101,18 @@ class Engine:
         parallel = self.config.parallel
         assert parallel.dp != "auto", "resolved"
         layout = Layout(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp)
-        self._mesh = open_mesh(layout, timedelta(seconds=self.config.run.timeout_seconds))
+        self._mesh = open_mesh(layout, timedelta(seconds=self.config.run.timeout_seconds), self.config.zero.replicas)
         optimizer = self.config.optimizer.name if optimizer is None else optimizer
-        self._parts: Parts = assemble(model, loss, optimizer, self.config, self._mesh, call)
+        self._assemble = partial(
+            assemble, loss=loss, optimizer=optimizer, config=self.config, mesh=self._mesh, call=call
+        )
+        self._last: Done | None = None
+        self._take(self._assemble(model))
         self._steps = 0
         self._updates = 0
         self._closed = False
         self._sent: Counter[str] = Counter()
-        self._last: Done | None = None
         self._sample: Batch = None
-        self.model: nn.Module = self._parts.model
 
     @property
     def rank(self) -> int:
@@ -135,9 +145,10 @@ class Engine:
         return self._parts.notice
 
     def step(self, batch: Batch) -> StepReport:
-        """One update from this rank's part of the global batch. Collective.
+        """One update from this rank's part of the global batch. Collective. None, or no samples: nothing this time.
 
         The batch is cut into micro-batches of `parallel.micro_batch` samples along the first dim of its tensors.
+        Ranks may come to different numbers of them.
         Raises `NonFiniteError` when numbers went wrong for good; nothing has been updated then.
         """
         began = time.perf_counter()
@@ -146,15 +157,17 @@ class Engine:
                 "a step needs gradients, and they are switched off here",
                 hint="Leave `with engine.gathered():` or `torch.no_grad()` first.",
             )
-        micro_batches = self._split(batch)
+        self._mesh.enter_step(self._steps + 1)
+        micro_batches = self._turns(batch)
         sent = {name: axis.sent_bytes for name, axis in self._mesh.axes.items()}
         self.model.train()
         steps = self.config.run.steps
         lr = factor(self._updates, steps, self.config.optimizer)
         done = train_step(self._parts, micro_batches, self._steps, lr)
         self._check(done, micro_batches)
+        self._mesh.enter_step(0)
         self._sent.update({name: axis.sent_bytes - sent[name] for name, axis in self._mesh.axes.items()})
-        self._sample, self._last = micro_batches[0], done
+        self._sample, self._last = next(iter(own(micro_batches)), self._sample), done
         self._steps += 1
         self._updates += done.updated
         return StepReport(
@@ -170,43 +183,69 @@ class Engine:
         )
 
     def evaluate(self, batch: Batch) -> EvaluateReport:
-        """The loss of `batch` without gradients or dropout; training flags are as before after it. Collective."""
+        """The loss of `batch`, which may be None, without gradients or dropout; training flags are as before after it.
+        Collective."""
+        micro_batches = self._turns(batch)
         with self._evaluating():
-            totals = evaluate_step(self._parts, self._split(batch))
+            totals = evaluate_step(self._parts, micro_batches)
+        self._sample = next(iter(own(micro_batches)), None) if self._sample is None else self._sample
         return EvaluateReport(loss=totals.mean_loss, tokens=totals.count)
 
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches of this rank's `loader`, then None until the loaders of all ranks have ended: loops over it end
+        together. Each turn is collective."""
+        return together(loader, self._parts.axis.inner, self.device)
+
     @contextmanager
-    def gathered(self) -> Iterator[nn.Module]:
+    def gathered(self, *, write: bool = False) -> Iterator[nn.Module]:
         """The model as plain torch with whole weights, e.g. to generate. Entering is collective, leaving is not.
 
-        To be read: what is written to weights inside may be lost."""
-        with self._parts.replica.gathered(), self._evaluating(), torch.no_grad():
+        To be read: `UsageError` on leaving if a parameter was written to. With `write` it is kept, as rank 0 wrote it,
+        and leaving is collective too. (What is written through `.data` nobody sees.)"""
+        with self._access.gathered(write=write), self._evaluating(), torch.no_grad():
             yield self.model
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole tensors under the user's own names, ties and persistent buffers too, in the dtypes that the model
         was made with; trained ones from the master weights. On every rank. Collective."""
-        found = dict(self._parts.replica.whole(self._parts.infos))
-        whole: dict[str, Tensor] = {}
-        for info in self._parts.infos:
-            tensor = found.get(info.name, torch.empty(0, device=self.device)).view(info.shape).to(info.dtype)
-            whole.update((name, tensor) for name in (info.name, *info.ties))
-        with self._parts.replica.gathered():
-            names = self.model.state_dict(keep_vars=True)
-        return {
-            name: whole[name] if name in whole else self._parts.replica.rank_0s(tensor, name)
-            for name, tensor in names.items()
-        }
+        return self._access.state()
 
-    def grad_of(self, name: str) -> Tensor:
+    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> tuple[list[str], list[str]]:
+        """Whole tensors under the model's own names become its weights and buffers; rank 0's are everyone's. The
+        optimizer's state stays. -> names missing in `state`, and names the model lacks. Collective.
+
+        Raises `UsageError`, with nothing written, for other shapes, and if `strict` for other names."""
+        return self._access.load(state, strict=strict)
+
+    def grad_of(self, name: str, part: Index = None) -> Tensor:
         """The whole gradient of the last step's mean loss with respect to parameter `name`, fp32 and before
-        clipping. On every rank. Collective."""
-        info = self._info(name)
-        if not info.trainable:
-            raise UsageError(f"parameter {name} is frozen and has no gradient")
-        if self._last is None:
+        clipping, or a `part` of it: an index such as `slice(2, 5)`. On every rank. Collective."""
+        if self._last is None and self._access.info(name).trainable:
             raise UsageError(f"there is no gradient of {name} yet", hint="Call engine.step(batch) first.")
-        return self._parts.replica.gradient_of(info).div_(self._last.divisor)
+        return self._access.gradient_of(name, part).div_(self._last.divisor if self._last else 1.0)
+
+    def weight_of(self, name: str, part: Index = None) -> Tensor:
+        """The whole value of parameter `name`, or a `part` of it: fp32 master weights, or what it is where it is
+        frozen. On every rank. Collective."""
+        return self._access.weight_of(name, part)
+
+    def set_weight(self, name: str, value: Tensor, part: Index = None) -> None:
+        """Parameter `name`, or a `part` of it, becomes rank 0's `value`, of exactly that shape: master weights and what
+        the model computes with; its optimizer state stays. Collective."""
+        self._access.set_weight(name, value, part)
+
+    def edit(self, change: Callable[[nn.Module], Any]) -> None:
+        """Calls `change(model)` on the whole model as plain torch: it may replace, add and remove modules, freeze and
+        unfreeze parameters, alike on every rank. Collective.
+
+        Parameters whose name and shape stay keep master weights and optimizer state; others begin anew with the values
+        they get on rank 0. For so long every rank holds all weights and optimizer state. If `change` raises, the engine
+        is closed. (After `requires_grad_` alone no edit is needed: the next step sees it and makes one.)"""
+        self._refuse_closed()
+        self._access.close()
+        self._closed = True
+        self._take(edit(self._parts, self._mesh.sharding, change, self._assemble))
+        self._closed = False
 
     def dtype_plan(self) -> list[tuple[str, str]]:
         """(what, dtype) of weights, master weights, gradients, what travels and optimizer state, as they are now."""
@@ -226,14 +265,34 @@ class Engine:
         return self._everyones(mine)
 
     def close(self) -> None:
-        """Ends the engine's training; weights can still be read. Ranks stay together until their processes end."""
+        """Ends the engine's training: all hooks leave the model. Not collective, so weights stay where they are: whole
+        and plain at levels 0 to 2; released at level 3, to be read as before. Ranks stay together until their
+        processes end."""
         self._closed = True
-        self._parts.replica.close()
+        self._access.close()
+        self._parts.close()
 
-    def _split(self, batch: Batch) -> list[Batch]:
+    def _take(self, parts: Parts) -> None:
+        """From now on these parts train."""
+        self._parts = parts
+        self._access = Access(parts.model, parts.infos, parts.replica, parts.axis, parts.optimizer.fetch)
+        self._last = None
+        self._parameters = [parts.model.get_parameter(info.name) for info in parts.infos]
+        self.model: nn.Module = parts.model
+
+    def _refuse_closed(self) -> None:
         if self._closed:
             raise UsageError("the engine is closed", hint="Make a new one; several in one process are fine.")
-        micro_batches = split(batch, self.config.parallel.micro_batch, self.device)
+
+    def _turns(self, batch: Batch) -> list[Batch | Padding]:
+        """This rank's micro-batches, and padding where another rank has more. Collective."""
+        self._refuse_closed()
+        own_batches = split(batch, self.config.parallel.micro_batch, self.device)
+        flags = training_flags(self._parameters)
+        mine = Mine(micro_batches=own_batches, seen=self._sample, trained=zlib.crc32(flags))
+        micro_batches = even_out(mine, self._parts.axis, self.device)
+        if flags != bytes(info.trainable for info in self._parts.infos):
+            self.edit(lambda model: None)
         rounds = any(shard.gradient.dtype != torch.float32 for shard in self._parts.replica.shards)
         if len(micro_batches) > 1 and rounds and self.config.precision.gradients == "compute":
             raise ConfigError(
@@ -244,10 +303,7 @@ class Engine:
 
     def _check(self, done: Done, micro_batches: list[Batch]) -> None:
         if not done.totals.same_calls:
-            raise DivergedError(
-                f"ranks ran different modules in step {self._steps}: their collective calls do not match",
-                hint="At ZeRO level 3 every rank must run the same blocks. Nothing has been updated.",
-            )
+            raise diverged(self._parts.axis, self.device, f"in step {self._steps + 1}")
         if done.totals.finite or (self._parts.scaler.enabled and self._parts.scaler.bad_steps < MOST_SKIPS):
             return
         rows = first_non_finite(self._parts, micro_batches, self._steps)
@@ -257,12 +313,6 @@ class Engine:
             f"loss or gradients are not finite{skips} (step {self._steps}): {found}",
             hint="The weights are those before this step. Look at that module's input, or lower the learning rate.",
         )
-
-    def _info(self, name: str) -> ParamInfo:
-        for info in self._parts.infos:
-            if name in (info.name, *info.ties):
-                return info
-        raise UsageError(f"the model has no parameter {name}", hint="Names are those of model.named_parameters().")
 
     @contextmanager
     def _evaluating(self, *, train: bool = False) -> Iterator[None]:
@@ -285,13 +335,15 @@ class Engine:
 
 def _refuse_unheard(config: Config, optimizer: object) -> None:
     """Settings that the user's own optimizer function would not hear of."""
-    if optimizer is None or isinstance(optimizer, str):
+    choices = list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
+    for one in choices:
+        if one is not None and not isinstance(one, str) and not callable(one):
+            raise UsageError(
+                f"the optimizer is a {type(one).__name__}",
+                hint="Give a function of parameters, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1).",
+            )
+    if any(one is None or isinstance(one, str) for one in choices):
         return
-    if not callable(optimizer):
-        raise UsageError(
-            f"the optimizer is a {type(optimizer).__name__}",
-            hint="Give a function of parameters, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1).",
-        )
     set_here = config.model_fields_set & {"optimizer"} and config.optimizer.model_fields_set
     unheard = sorted(set_here & {"name", "lr", "betas", "eps", "weight_decay", "no_decay"}) if set_here else []
     if unheard:

@@ -73,6 +73,11 @@ class Scaler:
             self._started = True
         return self.scale
 
+    def go_on_from(self, other: "Scaler") -> None:
+        """Continues where `other` stopped."""
+        self.scale, self.bad_steps = other.scale, other.bad_steps
+        self._good_steps, self._started = other._good_steps, other._started
+
     def update(self, finite: bool) -> None:
         """After a step whose numbers were `finite`, or not and so left out."""
         self.bad_steps = 0 if finite else self.bad_steps + 1

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from zero3d.recompute import in_backward
+from zero3d.recompute import in_backward, untraced
 
 _MASK = (1 << 64) - 1
 
@@ -25,10 +26,18 @@ class Randomness:
         self._device = device
         self._step = 0
         self._micro_batch: int | None = None
+        self._hooks: list[RemovableHandle] = []
 
     def watch(self, blocks: Sequence[nn.Module]) -> None:
-        for number, block in enumerate(blocks, start=1):
-            block.register_forward_pre_hook(self._hook(number))
+        self._hooks = [
+            block.register_forward_pre_hook(untraced(self._hook(number)))
+            for number, block in enumerate(blocks, start=1)
+        ]
+
+    def close(self) -> None:
+        """Watches no more."""
+        for hook in self._hooks:
+            hook.remove()
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:

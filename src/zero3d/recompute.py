@@ -21,8 +21,15 @@ class Recomputed:
         self._block = block
         self._again = False
         self._running: list[Generator[None, None, None] | None] = []
-        block.register_forward_pre_hook(self._before, with_kwargs=True)
-        block.register_forward_hook(self._after, always_call=True, prepend=True)
+        self._hooks = [
+            block.register_forward_pre_hook(untraced(self._before), with_kwargs=True),
+            block.register_forward_hook(untraced(self._after), always_call=True, prepend=True),
+        ]
+
+    def close(self) -> None:
+        """The block keeps its activations again."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _before(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         if self._again or not torch.is_grad_enabled():
@@ -48,15 +55,20 @@ class Recomputed:
         self._again = False
 
 
-def recompute(blocks: Sequence[nn.Module]) -> None:
-    """From now on the activations of `blocks` are computed again in backward."""
-    for block in blocks:
-        Recomputed(block)
+def recompute(blocks: Sequence[nn.Module]) -> list[Recomputed]:
+    """The activations of `blocks` are computed again in backward, until what is returned is closed."""
+    return [Recomputed(block) for block in blocks]
 
 
 def in_backward() -> bool:
     """Whether this code runs inside a backward: a forward seen here is a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+def untraced(hook: Any) -> Any:
+    """`hook` as torch.compile shall see it, where the user compiles modules with their hooks: a call to be made as it
+    is, between two graphs."""
+    return torch.compiler.disable(hook)
 
 
 def _checkpointing(block: nn.Module, contexts: Any, *args: Any, **kwargs: Any) -> Generator[None, None, None]:

@@ -10,7 +10,6 @@ from zero3d.contracts import Batch
 from zero3d.optim.clip import Clip, clip
 from zero3d.optim.tally import Part, Totals, agree
 from zero3d.pipeline.runtime import run
-from zero3d.pipeline.stage import Outcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,7 @@ def evaluate_step(parts: Parts, micro_batches: Sequence[Batch]) -> Totals:
     parts.axis.start_step()
     parts.stage.start()
     for micro_batch in micro_batches:
-        parts.stage.outcomes.append(Outcome(*parts.stage.losses(micro_batch)))
+        parts.stage.evaluate(micro_batch)
     return agree(_mine(parts, trains=False), parts.axis, parts.device)
 
 
@@ -60,7 +59,7 @@ def _mine(parts: Parts, *, trains: bool = True) -> Part:
     return Part(
         losses=[outcome.loss for outcome in parts.stage.outcomes],
         counts=[outcome.count for outcome in parts.stage.outcomes],
-        norms=parts.replica.norms() if trains else (),
+        norms=parts.replica.norms() if trains and parts.counts_norms else (),
         arrivals=parts.replica.arrivals() if trains else {},
         digest=parts.axis.digest,
     )

@@ -44,6 +44,8 @@ def refusals() -> dict[str, str]:
         "level": text_of(lambda: engine(zero={"level": 4})),
         "key": text_of(lambda: engine(zero={"levle": 1})),
         "blocks": text_of(lambda: engine(model={"blocks": "layers"})),
+        "keep_gathered": text_of(lambda: engine(zero={"level": 3, "keep_gathered": ["blocks.1.*", "block.2.*"]})),
+        "keep_gathered at level 0": text_of(lambda: engine(zero={"level": 0, "keep_gathered": ["block.2.*"]})),
         "model": text_of(lambda: engine({"layers": 3})),
         "recompute": text_of(lambda: engine(nn.Linear(4, 4), recompute={"mode": "block"})),
         "optimizer": text_of(lambda: engine(rule="adamm")),
@@ -69,6 +71,8 @@ EXPECTED = {
     "level": "outside 0 to 3",
     "key": "level",
     "blocks": 'found at "blocks"',
+    "keep_gathered": "blocks.2.",
+    "keep_gathered at level 0": "blocks.2.",
     "model": "nn.Module",
     "recompute": "no list of repeated blocks",
     "optimizer": "adamw",
@@ -121,7 +125,7 @@ def diverges(level: int) -> str:
 
     torch.manual_seed(0)
     model = Skipping()
-    engine = zero3d.Engine(model, tiny.loss, tiny.adamw, {"zero": {"level": level}, "run": {"timeout_seconds": 5}})
+    engine = zero3d.Engine(model, tiny.loss, tiny.adamw, {"zero": {"level": level}})
     batches = [tiny.part(batch, engine.rank, 2) for batch in tiny.batches(2, 4)]
     engine.step(batches[0])
     model.skip = engine.rank == 1
@@ -134,8 +138,8 @@ def diverges(level: int) -> str:
 
 @pytest.mark.parametrize("level", range(4))
 def test_ranks_that_diverge_do_not_hang(level: int) -> None:
-    texts = run_ranks(2, diverges, level, group_timeout=5, timeout=30)
+    texts = run_ranks(2, diverges, level, timeout=30)
     if level < 3:
         assert texts == ["went on"] * 2  # only gathers need matching; a skipped block's gradient is zero there
     else:
-        assert all(text.startswith("4 ") for text in texts), texts
+        assert all(text.startswith("4 ") and "blocks.2" in text for text in texts), texts

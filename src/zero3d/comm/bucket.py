@@ -56,7 +56,7 @@ class Piece:
     numel: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Bucket:
     """`numel` elements of `dtype` in `ranks` equal shards."""
 

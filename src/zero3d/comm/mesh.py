@@ -4,12 +4,14 @@ import atexit
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from zero3d.comm.process_axis import ProcessAxis
+from zero3d.comm.hybrid_axis import HybridAxis
+from zero3d.comm.process_axis import ProcessAxis, lookout_of_process
 from zero3d.comm.recorded_axis import RecordedAxis
 from zero3d.comm.solo_axis import SoloAxis
 from zero3d.contracts import Axis
@@ -19,12 +21,27 @@ from zero3d.layout import AXES, Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Where this process stands."""
+    """Where this process stands. `hybrid`: dp in groups, where ZeRO shards within each."""
 
     layout: Layout
     rank: int
     device: torch.device
     axes: dict[str, RecordedAxis]
+    hybrid: HybridAxis | None = None
+
+    @property
+    def sharding(self) -> Axis:
+        """What ZeRO shards over: dp, or this rank's group of it."""
+        return self.hybrid or self.axes["dp"]
+
+    def enter_step(self, step: int) -> None:
+        """Errors of ranks that diverge from now on name step `step`; 0: none."""
+        lookout_of_process().step = step
+
+    @property
+    def counts_norms(self) -> bool:
+        """Whether norms of this rank's shards count: every group holds the same ones, and the first one's count."""
+        return self.hybrid is None or self.hybrid.group == 0
 
 
 def ranks_started() -> int:
@@ -34,8 +51,11 @@ def ranks_started() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def open_mesh(layout: Layout, timeout: timedelta) -> Mesh:
-    """Joins the ranks that were started (by torchrun, by `zero3d train`, or by an open process group)."""
+def open_mesh(layout: Layout, timeout: timedelta, replicas: int = 1) -> Mesh:
+    """Joins the ranks that were started (by torchrun, by `zero3d train`, or by an open process group).
+
+    `replicas`: the number of groups within which ZeRO shards; divides dp.
+    """
     started = ranks_started()
     if layout.world != started:
         raise ConfigError(
@@ -56,7 +76,31 @@ def open_mesh(layout: Layout, timeout: timedelta) -> Mesh:
             if getattr(layout, name) > 1:
                 axes[name] = ProcessAxis(mesh.get_group(name), device)
     recorded = {name: RecordedAxis(axis) for name, axis in axes.items()}
-    return Mesh(layout=layout, rank=rank, device=device, axes=recorded)
+    hybrid = _grouped(layout, replicas, timeout, device, recorded["dp"]) if replicas > 1 else None
+    return Mesh(layout=layout, rank=rank, device=device, axes=recorded, hybrid=hybrid)
+
+
+def _grouped(
+    layout: Layout, replicas: int, timeout: timedelta, device: torch.device, everyone: RecordedAxis
+) -> HybridAxis:
+    """dp in `replicas` groups. What goes within and across groups counts as calls of dp."""
+
+    def mine(members: tuple[tuple[int, ...], ...]) -> RecordedAxis:
+        # Every rank makes every process group, in one order.
+        group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in members], timeout=timeout)
+        return RecordedAxis(ProcessAxis(group, device), everyone)
+
+    return HybridAxis(mine(layout.groups(replicas)), mine(layout.counterparts(replicas)), everyone, device)
+
+
+def mesh_over(group: Any) -> Mesh:
+    """The ranks of a torch ProcessGroup, or of an `Axis`, as dp alone."""
+    device = _device()
+    axis: Axis = group
+    if isinstance(group, dist.ProcessGroup):
+        axis = ProcessAxis(group, device) if dist.get_world_size(group) > 1 else SoloAxis()
+    axes: dict[str, RecordedAxis] = {name: RecordedAxis(axis if name == "dp" else SoloAxis()) for name in AXES}
+    return Mesh(layout=Layout(dp=axis.size), rank=axis.index, device=device, axes=axes)
 
 
 def _part() -> None:

@@ -6,47 +6,49 @@ need no thread of their own and are matched by what they carry, so that two rank
 next never add the wrong buffers; other back ends by their all-to-all and all-gather.
 """
 
+import atexit
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from zero3d.comm.flat import Pool
-from zero3d.errors import RankFailedError
+from zero3d.comm.lookout import Leg, Lookout, Meeting
+from zero3d.comm.posted import Posted
 
 CHUNK = 1 << 17
 """Elements summed at a time: parts and sum stay in a core's cache."""
+BOARD_TIMEOUT = timedelta(seconds=2)
+
+_lookouts: WeakKeyDictionary[dist.ProcessGroup, Lookout] = WeakKeyDictionary()
+_groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
+"""As process groups are, a lookout is the process', whatever engines there are: a rank may wait in one engine for a
+rank that waits in another."""
 
 
-class Posted:
-    """Calls under way and what is to be done once they are through."""
-
-    def __init__(self, works: Sequence[dist.Work | None], then: Callable[[], None], what: str) -> None:
-        self._works = works
-        self._then: Callable[[], None] | None = then
-        self._what = what
-
-    def wait(self) -> None:
-        """Once; gloo's own second wait would not return."""
-        if self._then is None:
-            return
-        for work in self._works:
-            if work is None:
-                continue
-            try:
-                work.wait()
-            except RuntimeError as error:
-                first = str(error).splitlines()[0][:200]
-                raise RankFailedError(
-                    f"another rank is gone or did not join the {self._what}",
-                    where=first,
-                    hint="Every rank must run the same modules and as many micro-batches in a step; "
-                    "see the first rank that failed.",
-                ) from error
-        then, self._then = self._then, None
-        then()
+def lookout_of_process() -> Lookout:
+    """The lookout of the open process groups; where none are open, one that never looks."""
+    if not dist.is_initialized() or (world := dist.group.WORLD) is None:
+        return Lookout()
+    found = _lookouts.get(world)
+    if found is None:
+        found = _lookouts[world] = Lookout()
+        try:
+            # Of its own: a store's connection serves one thread at a time.
+            store: Any = _get_default_store()
+            board = PrefixStore("zero3d lookout", store.clone())
+            board.set_timeout(BOARD_TIMEOUT)
+        except (RuntimeError, AttributeError):
+            return found  # A store that cannot be had twice: waits end with the process group's time-out alone.
+        found.start(board, dist.get_rank(), dist.get_world_size(), _meet)
+        atexit.register(found.stop)
+    return found
 
 
 class ProcessAxis:
@@ -60,72 +62,111 @@ class ProcessAxis:
         self._pool = Pool(device)
         self._scratch = torch.empty(CHUNK, dtype=torch.float32, device=device)
         self._posts = dist.get_backend(group) == "gloo"
+        self._name = _name_of(group)
+        self._lookout = lookout_of_process()
         self.one_call_sums = self.size == 2
 
     def held(self) -> Sequence[Tensor]:
         return [*self._pool, self._scratch]
 
     def all_gather(self, out: Tensor, part: Tensor, label: str) -> Posted:
-        mine = out.view(self.size, -1)[self.index]
-        if mine.data_ptr() != part.data_ptr():
-            mine.copy_(part)
-        if self._posts:
-            rows = list(out.view(self.size, -1))
-            works = self._post([mine] * self.size, rows, "all-gather", label)
-        else:
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            works = [gather(out, mine, group=self._group, async_op=True)]
-        return Posted(works, _nothing, f"all-gather of {label}")
+        return self._gather(out, part, self._meeting("all-gather", label))
 
     def reduce_scatter(self, out: Tensor, whole: Tensor, label: str, *, add: bool = False) -> Posted:
         landing = self._pool.take(whole.numel(), whole.dtype)
         parts, rows = list(whole.view(self.size, -1)), list(landing.view(self.size, -1))
+        meeting = self._meeting("reduce-scatter", label)
         if self._posts:
-            works = self._post(parts, rows, "reduce-scatter", label)
+            legs = self._exchange(parts, rows, meeting.tag)
             rows[self.index] = parts[self.index]
         else:
-            works = [dist.all_to_all_single(landing, whole, group=self._group, async_op=True)]
+            legs = [Leg(dist.all_to_all_single(landing, whole, group=self._group, async_op=True), "", -1, landing)]
 
         def land() -> None:
             _sum(out, rows, self._scratch, add=add)
             self._pool.give(landing)
 
-        return Posted(works, land, f"reduce-scatter of {label}")
+        return Posted(self._lookout, meeting, legs, land)
 
     def all_reduce(self, tensor: Tensor, label: str) -> Posted:
-        if not tensor.is_floating_point() or (self.one_call_sums and tensor.dtype == torch.float32):
+        floats = tensor.is_floating_point()
+        meeting = self._meeting("all-reduce", label)
+        if (self.one_call_sums and tensor.dtype == torch.float32) or not (floats or self._posts):
             work = dist.all_reduce(tensor, group=self._group, async_op=True)
-            return Posted([work], _nothing, f"all-reduce of {label}")
+            peer = self._ranks[1 - self.index] if self._posts else -1
+            legs = [Leg(work, "both", peer, tensor)]
+            return Posted(self._lookout, meeting, legs, _nothing)
         everyone = torch.empty(self.size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-        gathered = self.all_gather(everyone, tensor, label)
+        gathered = self._gather(everyone, tensor, meeting)
 
         def add_up() -> None:
             gathered.wait()
-            _sum(tensor, list(everyone.view(self.size, -1)), self._scratch, add=False)
+            rows = everyone.view(self.size, -1)
+            if floats:
+                _sum(tensor, list(rows), self._scratch, add=False)
+            else:
+                tensor.copy_(rows.sum(dim=0))
 
-        return Posted([], add_up, f"all-reduce of {label}")
+        return Posted(self._lookout, meeting, [], add_up)
 
     def broadcast(self, tensor: Tensor, root: int, label: str) -> Posted:
-        work = dist.broadcast(tensor, self._ranks[root], group=self._group, async_op=True)
-        return Posted([work], _nothing, f"broadcast of {label}")
+        meeting = self._meeting("broadcast", label)
+        if not self._posts:
+            work = dist.broadcast(tensor, self._ranks[root], group=self._group, async_op=True)
+            legs = [Leg(work, "", -1, tensor)]
+        elif self.index == root:
+            legs = [self._leave(tensor, rank, meeting.tag) for rank in self._others()]
+        else:
+            legs = [self._arrive(tensor, root, meeting.tag)]
+        return Posted(self._lookout, meeting, legs, _nothing)
 
     def send(self, tensor: Tensor, to: int, label: str) -> Posted:
-        work = dist.isend(tensor, self._ranks[to], group=self._group, tag=_tag("send", label))
-        return Posted([work], _nothing, f"send of {label} to rank {self._ranks[to]}")
+        meeting = self._meeting("send", label, self.index, to)
+        return Posted(self._lookout, meeting, [self._leave(tensor, to, meeting.tag)], _nothing)
 
     def recv(self, tensor: Tensor, source: int, label: str) -> Posted:
-        work = dist.irecv(tensor, self._ranks[source], group=self._group, tag=_tag("send", label))
-        return Posted([work], _nothing, f"receive of {label} from rank {self._ranks[source]}")
+        meeting = self._meeting("receive", label, source, self.index)
+        return Posted(self._lookout, meeting, [self._arrive(tensor, source, meeting.tag)], _nothing)
 
-    def _post(
-        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], verb: str, label: str
-    ) -> list[dist.Work | None]:
+    def _gather(self, out: Tensor, part: Tensor, meeting: Meeting) -> Posted:
+        mine = out.view(self.size, -1)[self.index]
+        if mine.data_ptr() != part.data_ptr():
+            mine.copy_(part)
+        if self._posts:
+            legs = self._exchange([mine] * self.size, list(out.view(self.size, -1)), meeting.tag)
+        else:
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            legs = [Leg(gather(out, mine, group=self._group, async_op=True), "", -1, out)]
+        return Posted(self._lookout, meeting, legs, _nothing)
+
+    def _meeting(self, verb: str, label: str, source: int = -1, to: int = -1) -> Meeting:
+        """What errors call it, and what tells the same calls of other ranks from others."""
+        if source < 0:
+            call = f"{verb} {label}"
+            return self._lookout.meeting(f"{verb} of {label}", self._name, call, call, _tag(verb, label))
+        way = f"{label} {source}>{to}"
+        peer = f"to rank {self._ranks[to]}" if verb == "send" else f"from rank {self._ranks[source]}"
+        mate = "receive" if verb == "send" else "send"
+        what = f"{verb} of {label} {peer}"
+        return self._lookout.meeting(what, self._name, f"{verb} {way}", f"{mate} {way}", _tag("send", label))
+
+    def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> list[Leg]:
         """Row r of `outgoing` goes to rank r, whose row for me arrives in row r of `incoming`."""
-        tag = _tag(verb, label)
-        others = [(self.index + step) % self.size for step in range(1, self.size)]
-        arriving = [dist.irecv(incoming[r], self._ranks[r], group=self._group, tag=tag) for r in others]
-        leaving = [dist.isend(outgoing[r], self._ranks[r], group=self._group, tag=tag) for r in others]
+        others = self._others()
+        arriving = [self._arrive(incoming[rank], rank, tag) for rank in others]
+        leaving = [self._leave(outgoing[rank], rank, tag) for rank in others]
         return [*arriving, *leaving]
+
+    def _arrive(self, tensor: Tensor, source: int, tag: int) -> Leg:
+        rank = self._ranks[source]
+        return Leg(dist.irecv(tensor, rank, group=self._group, tag=tag), "in", rank, tensor)
+
+    def _leave(self, tensor: Tensor, to: int, tag: int) -> Leg:
+        rank = self._ranks[to]
+        return Leg(dist.isend(tensor, rank, group=self._group, tag=tag), "out", rank, tensor)
+
+    def _others(self) -> list[int]:
+        return [(self.index + step) % self.size for step in range(1, self.size)]
 
 
 def _sum(out: Tensor, rows: Sequence[Tensor], scratch: Tensor, *, add: bool) -> None:
@@ -143,6 +184,26 @@ def _sum(out: Tensor, rows: Sequence[Tensor], scratch: Tensor, *, add: bool) -> 
             out[part].add_(total)
         else:
             out[part].copy_(total)
+
+
+def _name_of(group: dist.ProcessGroup) -> str:
+    """The same on all of its ranks and on no others."""
+    ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
+    name = f"{group.group_name} {zlib.crc32(ranks.encode())}"
+    _groups[name] = group
+    return name
+
+
+def _meet(name: str, way: str, peer: int, tag: int, num_bytes: int) -> object:
+    """What ends a peer's wait, as the other side would have: zeros sent or received. -> what must live until then."""
+    group = _groups[name]
+    data = torch.zeros(num_bytes, dtype=torch.uint8)
+    if way == "in":
+        return data, dist.isend(data, peer, group=group, tag=tag)
+    if way == "out":
+        return data, dist.irecv(data, peer, group=group, tag=tag)
+    data = data.view(torch.float32)
+    return data, dist.all_reduce(data, group=group, async_op=True)
 
 
 def _tag(verb: str, label: str) -> int:

@@ -19,15 +19,19 @@ class Call:
 
 
 class RecordedAxis:
-    """`Axis` calls pass through to `inner`; `calls` and `sent_bytes` tell what they were."""
+    """`Axis` calls pass through to `inner`; `calls` and `sent_bytes` tell what they were.
 
-    def __init__(self, inner: Axis) -> None:
+    `record`: the recorded axis whose calls these count as, where `inner` is a part of it.
+    """
+
+    def __init__(self, inner: Axis, record: "RecordedAxis | None" = None) -> None:
         self.inner = inner
         self.size = inner.size
         self.index = inner.index
         self.one_call_sums = inner.one_call_sums
         self.calls: list[Call] = []
         self.sent_bytes = 0
+        self._record = record or self
 
     def held(self) -> Iterable[Tensor]:
         return self.inner.held()
@@ -66,5 +70,5 @@ class RecordedAxis:
         return sum(zlib.crc32(f"{call.verb} {call.label}".encode()) for call in self.calls) % (1 << 31)
 
     def _count(self, verb: str, label: str, sent: int) -> None:
-        self.calls.append(Call(verb, label, sent))
-        self.sent_bytes += sent
+        self._record.calls.append(Call(verb, label, sent))
+        self._record.sent_bytes += sent

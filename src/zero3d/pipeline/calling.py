@@ -42,7 +42,11 @@ def caller(model: nn.Module, floats: torch.dtype | None) -> Call:
 
 
 def split(batch: Batch, size: int | None, device: torch.device) -> list[Batch]:
-    """Micro-batches of `size` samples (the last may be smaller), moved to `device`; None: the batch as one."""
+    """Micro-batches of `size` samples (the last may be smaller), moved to `device`; None: the batch as one.
+
+    No micro-batch where `batch` is None, one without samples where it has none."""
+    if batch is None:
+        return []
     samples = {len(tensor) for tensor in tensors_in(batch) if tensor.dim()}
     if len(samples) > 1:
         raise DataError(

@@ -10,15 +10,25 @@ from torch import Tensor, nn
 from zero3d.contracts import Batch, Loss
 from zero3d.errors import UsageError
 from zero3d.pipeline.calling import Call
+from zero3d.pipeline.uneven import Buffers, Padding
 from zero3d.randomness import Randomness
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The loss of one micro-batch, summed over `count` targets; 0-dim tensors, without graph."""
+    """The loss of one micro-batch, summed over `count` targets; 0-dim tensors, without graph. Zeros for padding."""
 
     loss: Tensor
     count: Tensor
+
+
+@dataclass(frozen=True)
+class Live:
+    """A micro-batch between its forward and its backward; `before`: buffers that its backward puts back."""
+
+    loss: Tensor
+    count: Tensor
+    before: Buffers | None
 
 
 class ModelStage:
@@ -34,7 +44,7 @@ class ModelStage:
         self._loss = loss
         self._randomness = randomness
         self._scale = scale
-        self._live: dict[int, tuple[Tensor, Tensor]] = {}
+        self._live: dict[int, Live] = {}
         self.outcomes: list[Outcome] = []
 
     def start(self) -> None:
@@ -42,16 +52,32 @@ class ModelStage:
         self._live.clear()
         self.outcomes.clear()
 
-    def forward(self, micro_batch: int, x: Batch) -> None:
+    def forward(self, micro_batch: int, x: Batch | Padding) -> None:
         self._randomness.enter(micro_batch)
-        loss, count = self.losses(x)
-        self._live[micro_batch] = loss, count
-        self.outcomes.append(Outcome(loss.detach(), count))
+        self._live[micro_batch] = self._run(x)
 
     def backward(self, micro_batch: int, gradient: Any) -> None:
-        loss, count = self._live.pop(micro_batch)
-        if loss.requires_grad:
-            loss.backward(torch.full_like(loss, self._scale(count)))
+        live = self._live.pop(micro_batch)
+        if live.loss.requires_grad:
+            live.loss.backward(torch.full_like(live.loss, self._scale(live.count)))
+        if live.before is not None:
+            live.before.put_back()
+
+    def evaluate(self, x: Batch | Padding) -> None:
+        """A forward that no backward follows."""
+        live = self._run(x)
+        if live.before is not None:
+            live.before.put_back()
+
+    def _run(self, x: Batch | Padding) -> Live:
+        # Autograd may keep buffers that a forward has written to: they are put back once backward is over.
+        before = Buffers(self._model) if isinstance(x, Padding) else None
+        loss, count = self.losses(x.batch if isinstance(x, Padding) else x)
+        counted = Outcome(loss.detach(), count)
+        if before is not None:
+            counted = Outcome(torch.zeros_like(counted.loss), torch.zeros_like(count))
+        self.outcomes.append(counted)
+        return Live(loss, counted.count, before)
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(sum, count) of one micro-batch."""

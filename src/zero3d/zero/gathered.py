@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from zero3d.comm.bucket import Bucket
 from zero3d.comm.flat import Pool, Window
+from zero3d.comm.ranges import put
 from zero3d.contracts import Axis, Pending
 from zero3d.errors import ReleasedParameterError
 from zero3d.mapped import kept_copy
@@ -64,8 +65,25 @@ class GatheredWeights:
     def watch(self, model: nn.Module, units: Sequence[Unit]) -> None:
         self._uses = Uses(model, units, self, self._prefetch)
 
+    def unwatch(self) -> None:
+        assert self._uses is not None
+        self._uses.close()
+
+    def leave(self) -> None:
+        for place in self._places.values():
+            self._forget(place)
+            place.guard.open()
+
     def publish(self, shard: Shard) -> None:
         shard.narrow()
+
+    def write(self, bucket: Bucket, span: slice, values: Tensor) -> None:
+        place = self._places[bucket]
+        self._forget(place)
+        self._ready(place)
+        put(place.holding.part, bucket.shard(self._axis.index), values, span)
+        if place.window.shown:
+            place.window.tensor[span].copy_(values)
 
     def end_turn(self) -> None:
         assert self._uses is not None
@@ -149,6 +167,7 @@ class GatheredWeights:
         elif self._uses is None or not self._uses.borrow(name):
             raise ReleasedParameterError(
                 f"the data of parameter {name} is released: at ZeRO level 3 each rank keeps only its shard of it",
-                hint="Read it inside `with engine.gathered():`, or use engine.full_state_dict() or "
-                f'engine.grad_of("{name}").',
+                hint="Read it inside `with engine.gathered():`, or use engine.full_state_dict(), "
+                f'engine.weight_of("{name}") or engine.grad_of("{name}"); write it by engine.set_weight or '
+                "engine.load_state_dict. A term of the loss that needs it is computed in the model's forward.",
             )

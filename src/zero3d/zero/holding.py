@@ -35,8 +35,20 @@ class Weights(Protocol):
         """Called once, when all buckets are adopted: sees to it that weights are there when a module runs."""
         ...
 
+    def unwatch(self) -> None:
+        """Undoes `watch`: modules are plain again. Weights stay where they are."""
+        ...
+
+    def leave(self) -> None:
+        """The parameters are plain again, for the caller to give them data of their own."""
+        ...
+
     def publish(self, shard: Shard) -> None:
         """The shard's new master weights are on their way to where they are needed."""
+        ...
+
+    def write(self, bucket: Bucket, span: slice, values: Tensor) -> None:
+        """Elements `span` of the bucket become `values`, the same on every rank."""
         ...
 
     def end_turn(self) -> None:

@@ -30,7 +30,7 @@ from zero3d.zero.published import PublishedWeights
 from zero3d.zero.reducer import Lane, Reducer
 from zero3d.zero.replica import ZeroReplica
 from zero3d.zero.shard import Shard
-from zero3d.zero.units import Unit
+from zero3d.zero.units import Unit, keep_gathered
 from zero3d.zero.whole import WholeWeights
 
 
@@ -43,6 +43,7 @@ class Options:
     prefetch: int
     overlap: bool
     reduce_every_turn: bool
+    keep_gathered: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Level:
 
     weights: Callable[[Axis, Pool, Options], Weights]
     shards_optimizer: bool
-    joins_units: bool
+    joined_bytes: Callable[[float], float]
     gathers: bool
 
 
@@ -67,11 +68,23 @@ def _whole(axis: Axis, pool: Pool, options: Options) -> Weights:
     return WholeWeights()
 
 
+def _quarter(total: float) -> float:
+    return total / 4
+
+
+def _sliver(total: float) -> float:
+    return min(total / 16, 1e6)
+
+
+def _nothing(total: float) -> float:
+    return 0.0
+
+
 LEVELS = {
-    0: Level(_whole, shards_optimizer=False, joins_units=True, gathers=False),
-    1: Level(_published, shards_optimizer=True, joins_units=True, gathers=False),
-    2: Level(_published, shards_optimizer=True, joins_units=False, gathers=False),
-    3: Level(_gathered, shards_optimizer=True, joins_units=False, gathers=True),
+    0: Level(_whole, shards_optimizer=False, joined_bytes=_quarter, gathers=False),
+    1: Level(_published, shards_optimizer=True, joined_bytes=_quarter, gathers=False),
+    2: Level(_published, shards_optimizer=True, joined_bytes=_sliver, gathers=False),
+    3: Level(_gathered, shards_optimizer=True, joined_bytes=_nothing, gathers=True),
 }
 
 
@@ -89,6 +102,7 @@ def options_for(config: Config) -> Options:
         prefetch=zero.prefetch,
         overlap=zero.overlap,
         reduce_every_turn=zero.reduce == "micro-batch",
+        keep_gathered=zero.keep_gathered,
     )
 
 
@@ -100,10 +114,11 @@ def replica_for(
     pool, passing = Pool(device), Pool(device)
     weights = level.weights(axis, pool, options)
     infos = {info.name: info for info in params.collect(blueprint.model)}
+    units = keep_gathered(units, infos.values(), options.keep_gathered)
     placed: set[str] = set()
     frozen: list[Holding] = []
     trained: list[tuple[Holding, Shard, Lane]] = []
-    for bucket in _buckets(units, infos, dtypes, axis.size, options.bucket_bytes, joins=level.joins_units):
+    for bucket in _buckets(units, infos, dtypes, axis.size, options.bucket_bytes, level.joined_bytes):
         held = [infos[slot.name] for slot in bucket.slots]
         initial = _initial(bucket, held, blueprint, axis, passing)
         compute = dtypes.compute(held[0])
@@ -136,10 +151,15 @@ def replica_for(
 
 
 def _buckets(
-    units: Sequence[Unit], infos: dict[str, ParamInfo], dtypes: Dtypes, ranks: int, limit: float, *, joins: bool
+    units: Sequence[Unit],
+    infos: dict[str, ParamInfo],
+    dtypes: Dtypes,
+    ranks: int,
+    limit: float,
+    joined_bytes: Callable[[float], float],
 ) -> list[Bucket]:
-    """Unit by unit; `joins`: neighbouring units share a bucket of up to a quarter of the model, as fewer and larger
-    reductions cost less, and those of the later quarters still overlap with the backward of the earlier."""
+    """Unit by unit; neighbouring small units share a bucket of up to `joined_bytes(bytes of the model)`, as fewer and
+    larger reductions cost less, and most of them still overlap with the backward."""
 
     def want(name: str) -> Want:
         compute = dtypes.compute(infos[name])
@@ -147,9 +167,8 @@ def _buckets(
         return Want(name=name, numel=infos[name].numel, itemsize=compute.itemsize, key=key)
 
     wanted = [(unit.name or "(root)", [want(name) for name in unit.names]) for unit in units if unit.names]
-    if joins:
-        total = sum(one.numel * one.itemsize for _, wants in wanted for one in wants)
-        wanted = _joined(wanted, min(limit, total / 4))
+    total = sum(one.numel * one.itemsize for _, wants in wanted for one in wants)
+    wanted = _joined(wanted, min(limit, joined_bytes(total)))
     return [bucket for name, wants in wanted for bucket in plan_buckets(name, wants, ranks, limit)]
 
 

@@ -8,10 +8,12 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zero3d.comm.bucket import Bucket
 from zero3d.contracts import Axis, Pending
 from zero3d.mapped import kept_copy
+from zero3d.recompute import untraced
 from zero3d.zero.guard import Guard
 from zero3d.zero.holding import Holding, point_at
 from zero3d.zero.shard import Shard
@@ -28,6 +30,7 @@ class PublishedWeights:
         self._guards: dict[Bucket, Guard] = {}
         self._coming: dict[Bucket, Pending] = {}
         self._bucket_of: dict[str, Bucket] = {}
+        self._hooks: list[RemovableHandle] = []
 
     def adopt(
         self, bucket: Bucket, parameters: Sequence[tuple[str, nn.Parameter]], initial: Tensor, dtype: torch.dtype
@@ -42,8 +45,17 @@ class PublishedWeights:
         return holding
 
     def watch(self, model: nn.Module, units: Sequence[Unit]) -> None:
-        for unit in units:
-            unit.module.register_forward_pre_hook(lambda *_, names=unit.needs: self._wait_for(*names))
+        self._hooks = [
+            unit.module.register_forward_pre_hook(untraced(lambda *_, names=unit.needs: self._wait_for(*names)))
+            for unit in units
+        ]
+
+    def unwatch(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def leave(self) -> None:
+        self.open()
 
     def publish(self, shard: Shard) -> None:
         shard.narrow()
@@ -53,6 +65,10 @@ class PublishedWeights:
         self._guards[bucket].close()
         if not self._overlap:
             self._receive(bucket)
+
+    def write(self, bucket: Bucket, span: slice, values: Tensor) -> None:
+        self._receive(bucket)
+        self._holdings[bucket].flat[span].copy_(values)
 
     def end_turn(self) -> None:
         return None

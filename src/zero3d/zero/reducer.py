@@ -8,10 +8,12 @@ the reverse of the model's. What a rank did not compute counts as zero.
     once a micro-batch  the buffer is lent by a pool, reduced in every turn and added to the shard
 
 Both are one code path: they differ in whose buffer collects, and in whether the landed sum replaces or adds.
+A backward that comes after the last turn has been reduced (in a loop of the user's own, who need not say which one is
+the last) begins a sum of its own, to which what was reduced before is added once it has landed.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -58,41 +60,59 @@ class Lane:
         self._at_once = at_once
         self._pool = pool
         self._expected = [1] * len(bucket.slots)
+        self._missing = len(bucket.slots)
+        self._sizes = _sizes(bucket)
         self._buffer: Tensor | None = None
+        self._parts: Sequence[Tensor] = kept.split(self._sizes) if kept is not None else ()
         self._first = True
+        self._reduced = False
+        self._before: Tensor | None = None
 
     def begin(self, first: bool) -> None:
-        self._first = first
+        again = self._reduced and not first
+        self._before = self._total.clone() if again else None
+        self._first = first or again
+        self._reduced = False
         self.started = False
         self.fires = [0] * len(self.fires)
+        self._missing = len(self.fires)
         if first:
             self.arrivals = [0] * len(self.arrivals)
 
     @property
     def complete(self) -> bool:
-        return all(fires >= expected for fires, expected in zip(self.fires, self._expected))
+        return not self._missing
 
-    def add(self, index: int, gradient: Tensor) -> None:
-        """A gradient of parameter `index`; a second one in the same turn adds to the first."""
+    def add(self, index: int, gradient: Tensor | None) -> None:
+        """A gradient of parameter `index`; a second one in the same turn adds to the first. None: it came, and is
+        left out."""
         if self.started:
             raise DivergedError(
                 f"a gradient of {self.bucket.slots[index].name} came after its reduction had started",
                 hint="A parameter gave more gradients in one backward than before (reentrant checkpointing of a "
                 "reused module?). Set zero.overlap = false.",
             )
-        part = self._collecting(self._slot(index))
-        if self.fires[index] or (self.kept is not None and not self._first):
-            part.add_(gradient)
-        else:
-            part.copy_(gradient)
+        part = self._collecting(index)
+        adds = bool(self.fires[index]) or (self.kept is not None and not self._first)
+        if gradient is not None:
+            part.add_(gradient) if adds else part.copy_(gradient)
+            self.arrivals[index] += 1
+        elif not adds:
+            part.zero_()
         self.fires[index] += 1
-        self.arrivals[index] += 1
+        self._missing -= self.fires[index] == self._expected[index]
+
+    def forget(self, names: Collection[str]) -> None:
+        """The sums of micro-batches of these parameters begin anew."""
+        for index, slot in enumerate(self.bucket.slots):
+            if self.kept is not None and slot.name in names:
+                self._collecting(index).zero_()
 
     def close(self) -> None:
         """What did not arrive is zero."""
         for index, fires in enumerate(self.fires):
             if not fires and (self.kept is None or self._first):
-                self._collecting(self._slot(index)).zero_()
+                self._collecting(index).zero_()
         self._expected = [max(fires, before) for fires, before in zip(self.fires, self._expected)]
 
     def start(self, axis: Axis) -> Pending:
@@ -111,27 +131,39 @@ class Lane:
 
     def landed(self, *, final: bool) -> None:
         """The buffer is free again. `final`: the sum is whole; its norms are taken while others are on their way."""
+        if self._before is not None:
+            self._total.add_(self._before)
+            self._before = None
+        self._reduced = final and self.kept is not None
         if final:
             self.norms = group_norms(self.landing)
         if self._buffer is not None:
             self._pool.give(self._buffer, self._key)
             self._buffer = None
+            self._parts = self._parts if self.kept is not None else ()
+
+    @property
+    def _total(self) -> Tensor:
+        """Where the sum over ranks lands."""
+        return self.kept if self._at_once and self.kept is not None else self.landing
 
     @property
     def _key(self) -> object:
         """Buffers are shared by buckets of one make-up, so that the gaps between slots stay zero."""
         return None if self.kept is not None else tuple((slot.offset, slot.numel) for slot in self.bucket.slots)
 
-    def _slot(self, index: int) -> slice:
-        slot = self.bucket.slots[index]
-        return slice(slot.offset, slot.offset + slot.numel)
-
-    def _collecting(self, span: slice) -> Tensor:
-        if self.kept is not None:
-            return self.kept[span]
-        if self._buffer is None:
+    def _collecting(self, index: int) -> Tensor:
+        """Where a parameter's gradient is collected."""
+        if not self._parts:
             self._buffer = self._pool.take(self.bucket.numel, self.wire, self._key)
-        return self._buffer[span]
+            self._parts = self._buffer.split(self._sizes)
+        return self._parts[2 * index]
+
+
+def _sizes(bucket: Bucket) -> list[int]:
+    """Of each slot and of the gap behind it."""
+    ends = [slot.offset for slot in bucket.slots[1:]] + [bucket.numel]
+    return [size for slot, end in zip(bucket.slots, ends) for size in (slot.numel, end - slot.offset - slot.numel)]
 
 
 class Reducer:
@@ -147,9 +179,10 @@ class Reducer:
         self._next = 0
         self._reducing = False
         self._last = False
+        self._counts = True
         self._tasks: set[int] = set()
 
-    def begin(self, first: bool, last: bool) -> None:
+    def begin(self, first: bool, last: bool, *, counts: bool = True) -> None:
         # What lands here belongs to the turn before, so `_last` is set after it.
         for gathered in self.finish().values():
             gathered.wait()
@@ -158,13 +191,14 @@ class Reducer:
             lane.begin(first)
         self._next = 0
         self._last = last
+        self._counts = counts
         self._reducing = last or self._every_turn
         self._tasks = set()
 
     def arrived(self, lane: Lane, index: int, gradient: Tensor) -> None:
         """Called by autograd. In a backward inside a backward (reentrant checkpointing) one parameter may come
         again later, so nothing starts before the end."""
-        lane.add(index, gradient)
+        lane.add(index, gradient if self._counts else None)
         self._tasks.add(torch._C._current_graph_task_id())
         if self._reducing and self._overlap and len(self._tasks) == 1:
             self._start_complete()

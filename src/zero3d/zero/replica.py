@@ -1,6 +1,6 @@
 """My copy of the model over dp: buckets, shards and lanes put together; the same for every level."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from zero3d.comm.done import DONE
 from zero3d.comm.flat import Pool
+from zero3d.comm.ranges import elements, put
 from zero3d.contracts import Axis
 from zero3d.params import ParamInfo
 from zero3d.zero.holding import Holding, Weights
@@ -29,26 +30,48 @@ class ZeroReplica:
         reducer: Reducer,
     ) -> None:
         self.shards = tuple(shard for _, shard, _ in trained)
+        self.device = pool.device
         self._axis = axis
         self._pool = pool
         self._weights = weights
         self._frozen = frozen
         self._trained = trained
         self._reducer = reducer
+        self._before_gradient: Callable[[], None] = _nothing
         # Autograd holds what these hooks hold where Python's collector cannot see it: `close` lets go.
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(_arrival(reducer, lane, index))
+            parameter.register_post_accumulate_grad_hook(self._arrival(lane, index))
             for holding, _, lane in trained
             for index, (_, parameter) in enumerate(holding.parameters)
         ]
 
     @contextmanager
-    def turn(self, stage: int, first: bool, last: bool) -> Iterator[None]:
+    def turn(self, stage: int, first: bool, last: bool, *, counts: bool = True) -> Iterator[None]:
         """Round one backward. Gradients of parameters that it does not reach count as zero."""
-        self._reducer.begin(first, last)
+        self.begin_turn(first, last, counts=counts)
         yield
+        self.end_turn()
+
+    def begin_turn(self, first: bool, last: bool, *, counts: bool = True) -> None:
+        """Before the first gradient of a backward."""
+        self._reducer.begin(first, last, counts=counts)
+
+    def end_turn(self) -> None:
+        """After a backward."""
         self._reducer.end()
         self._weights.end_turn()
+
+    def forget(self, names: Collection[str]) -> None:
+        """What these parameters' gradients added up to so far is zero."""
+        for _, shard, lane in self._trained:
+            lane.forget(names)
+            for piece in shard.pieces:
+                if piece.name in names:
+                    shard.gradient[piece.start : piece.stop].zero_()
+
+    def ask_before_gradients(self, call: Callable[[], None]) -> None:
+        """`call` comes before each gradient is taken: where turns are not announced, it finds them."""
+        self._before_gradient = call
 
     def finish(self) -> Sequence[Shard]:
         spreading = self._reducer.finish()
@@ -58,9 +81,14 @@ class ZeroReplica:
         return self.shards
 
     def close(self) -> None:
-        """Gradients are the user's again."""
+        """Gradients are the user's again, and modules plain; weights can still be gathered, read and written."""
         for hook in self._hooks:
             hook.remove()
+        self._weights.unwatch()
+
+    def leave(self) -> None:
+        """After `close`: parameters are plain again, for the caller to give them data of their own."""
+        self._weights.leave()
 
     def publish(self, shards: Iterable[Shard]) -> None:
         for shard in shards:
@@ -93,21 +121,28 @@ class ZeroReplica:
         for holding in self._frozen:
             yield from self._tensors(holding, holding.part, shapes)
 
-    def rank_0s(self, buffer: Tensor, name: str) -> Tensor:
-        """A copy of rank 0's value of a buffer: ranks may have written their own."""
-        copy = buffer.detach().clone(memory_format=torch.contiguous_format)
-        if copy.numel():
-            self._axis.broadcast(copy.view(-1).view(torch.uint8), 0, f"buffer {name}").wait()
-        return copy
+    def weight_of(self, info: ParamInfo, span: slice) -> Tensor:
+        """Elements `span` of a flattened parameter, on every rank: of master weights in fp32 where it is trained."""
+        for holding, shard, at in self._found(info, span):
+            part = holding.part if shard is None else shard.master
+            return elements(self._axis, holding.bucket, part, at, self.device)
+        return torch.empty(0, device=self.device)
 
-    def gradient_of(self, info: ParamInfo) -> Tensor:
-        """The whole sum over ranks and micro-batches of one trainable parameter's gradient."""
-        for holding, shard, _ in self._trained:
+    def gradient_of(self, info: ParamInfo, span: slice) -> Tensor:
+        """The same of a trained parameter's gradient: its sum over ranks and micro-batches, fp32."""
+        for holding, shard, at in self._found(info, span):
+            assert shard is not None
             shard.coming.wait()
-            found = dict(self._tensors(holding, shard.gradient, {info.name: info}))
-            if found:
-                return found[info.name].float().div_(shard.scaled)
-        raise KeyError(info.name)
+            found = elements(self._axis, holding.bucket, shard.gradient, at, self.device)
+            return found.float().div_(shard.scaled)
+        return torch.empty(0, device=self.device)
+
+    def write(self, info: ParamInfo, span: slice, values: Tensor) -> None:
+        """Elements `span` of a flattened parameter become `values`, which are the same on every rank."""
+        for holding, shard, at in self._found(info, span):
+            self._weights.write(holding.bucket, at, values)
+            if shard is not None:
+                put(shard.master, shard.span, values, at)
 
     def wire_dtypes(self) -> list[torch.dtype]:
         """Of gradients as they travel, lane by lane."""
@@ -121,8 +156,16 @@ class ZeroReplica:
             for tensor in (lane.landing, lane.kept, lane.spread):
                 if tensor is not None:
                     yield "gradients", tensor
-        for buffer in self._pool:
+        for buffer in (*self._pool, *self._axis.held()):
             yield "buffers", buffer
+
+    def _found(self, info: ParamInfo, span: slice) -> Iterator[tuple[Holding, Shard | None, slice]]:
+        """Where elements `span` of a parameter are: one place, or none where it has no elements."""
+        places = [*((holding, shard) for holding, shard, _ in self._trained), *((one, None) for one in self._frozen)]
+        for holding, shard in places:
+            for slot in holding.bucket.slots:
+                if slot.name == info.name:
+                    yield holding, shard, slice(slot.offset + span.start, slot.offset + span.stop)
 
     def _tensors(self, holding: Holding, part: Tensor, infos: dict[str, ParamInfo]) -> Iterator[tuple[str, Tensor]]:
         if not any(slot.name in infos for slot in holding.bucket.slots):
@@ -137,14 +180,18 @@ class ZeroReplica:
                 flat = whole[slot.offset : slot.offset + slot.numel]
                 yield info.name, flat.view(info.shape).clone()
 
+    def _arrival(self, lane: Lane, index: int) -> Callable[[nn.Parameter], None]:
+        def arrived(parameter: nn.Parameter) -> None:
+            assert parameter.grad is not None
+            gradient = parameter.grad.detach()
+            parameter.grad = None
+            self._before_gradient()
+            if gradient.layout != torch.strided:
+                gradient = gradient.to_dense()
+            self._reducer.arrived(lane, index, gradient.reshape(-1))
 
-def _arrival(reducer: Reducer, lane: Lane, index: int) -> Callable[[nn.Parameter], None]:
-    def arrived(parameter: nn.Parameter) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        parameter.grad = None
-        if gradient.layout != torch.strided:
-            gradient = gradient.to_dense()
-        reducer.arrived(lane, index, gradient.reshape(-1))
+        return arrived
 
-    return arrived
+
+def _nothing() -> None:
+    return None

@@ -3,7 +3,8 @@
 A unit uses its weights from before its forward to after it, and again from the moment the gradient of its output
 is known to the moment the gradients of its inputs are. Blocks are gathered ahead in the order of the forward
 before. The modules outside the blocks are held by the whole forward, and again by the whole backward: their
-gathers start at these two fixed points on every rank, so ranks may take different branches among them.
+gathers start at these two fixed points on every rank, so ranks may take different branches among them. So are the
+parameters of `zero.keep_gathered`, whatever block they are in.
 A forward inside a backward is a recomputation: its gathers follow no order of their own. What it computes may be
 differentiated at once (reentrant checkpointing) or never (the other kind); both come out right, as a visit that is
 never differentiated holds nothing.
@@ -15,8 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
 
-from zero3d.recompute import in_backward
+from zero3d.recompute import in_backward, untraced
 from zero3d.trees import needing_grad, tensors_in
 from zero3d.zero.units import Unit
 
@@ -68,22 +70,36 @@ class Uses:
     def __init__(self, model: nn.Module, units: Sequence[Unit], store: Store, prefetch: int) -> None:
         self._store = store
         self._prefetch = prefetch
-        self._outside = [name for unit in units if not unit.is_block for name in unit.names]
+        self._outside = [name for unit in units for name in unit.kept]
+        # Ranks may run different ones of these, and none may gather ahead what another does not.
+        self._fixed = {unit for unit in units if set(unit.needs) <= set(self._outside)}
         self._order: list[Sequence[str]] = []
         self._seen: list[Sequence[str]] = []
         self._root: Visit | None = None
         self._last: Visit | None = None
         self._open: dict[Visit, None] = {}
+        self._lent: list[str] = []
         self._inside: list[tuple[Unit, list[tuple[Tensor, Any]]]] = []
+        self._hooks: list[RemovableHandle] = []
         for unit in units:
-            unit.module.register_forward_pre_hook(_with(unit, self._enter), with_kwargs=True, prepend=True)
-            unit.module.register_forward_hook(_with(unit, self._leave), always_call=True)
-        model.register_forward_pre_hook(self._enter_model, prepend=True)
-        model.register_forward_hook(self._leave_model, always_call=True)
+            self._hooks += [
+                unit.module.register_forward_pre_hook(_with(unit, self._enter), with_kwargs=True, prepend=True),
+                unit.module.register_forward_hook(_with(unit, self._leave), always_call=True),
+            ]
+        self._hooks += [
+            model.register_forward_pre_hook(untraced(self._enter_model), prepend=True),
+            model.register_forward_hook(untraced(self._leave_model), always_call=True),
+        ]
+
+    def close(self) -> None:
+        """Watches no more."""
+        for hook in self._hooks:
+            hook.remove()
 
     def end_turn(self) -> None:
         for visit in list(self._open):
             visit.over()
+        self._return(self._lent)
 
     def began(self, visit: Visit) -> None:
         # Autograd runs what was computed later first: when an earlier unit's backward begins, a later one's is over.
@@ -92,6 +108,7 @@ class Uses:
         self._open[visit] = None
         self._store.hold(visit.names)
         self._store.ready(visit.names)
+        self._return([name for name in self._lent if name in visit.names])
         # Differentiated inside the forward, so what comes of it may be differentiated again.
         visit.lasts |= self._root is not None
         ahead = visit.before
@@ -105,14 +122,29 @@ class Uses:
         self._store.drop(visit.names)
 
     def borrow(self, name: str) -> bool:
-        """A forward touches weights outside the module that owns them: the model holds them from now on."""
-        if self._root is None or in_backward():
+        """Weights are touched outside the forward and backward of the module that owns them.
+
+        In a forward: the model holds them from now on. In a backward (by a hook of the user's): until their module's
+        backward begins, or the turn is over.
+        """
+        if in_backward():
+            if self._open:
+                self._lent.append(name)
+                self._store.hold([name])
+                self._store.ready([name])
+            return bool(self._open)
+        if self._root is None:
             return False
         self._outside.append(name)
         self._root.names = [*self._root.names, name]
         self._store.hold([name])
         self._store.ready([name])
         return True
+
+    def _return(self, names: Sequence[str]) -> None:
+        for name in list(names):
+            self._lent.remove(name)
+            self._store.drop([name])
 
     def _enter_model(self, module: nn.Module, args: Any) -> None:
         if in_backward():
@@ -121,6 +153,8 @@ class Uses:
         self._last = None
         self._order, self._seen = self._seen, []
         self._store.hold(self._root.names)
+        for names in self._order[: self._prefetch]:
+            self._store.start(names)
 
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
         if in_backward() or self._root is None:
@@ -135,7 +169,7 @@ class Uses:
         self._inside.append((unit, inputs))
         self._store.hold(unit.needs)
         self._store.ready(unit.needs)
-        if in_backward():
+        if in_backward() or unit in self._fixed:
             return
         position = len(self._seen)
         self._seen.append(unit.needs)
@@ -163,7 +197,7 @@ class Uses:
             return
         if not outputs:
             return
-        if not in_backward():
+        if not in_backward() and unit not in self._fixed:
             self._last = visit
         for tensor in outputs:
             tensor.register_hook(visit.begin_backward)
@@ -182,4 +216,4 @@ def _is_wrapped(tensor: Tensor) -> bool:
 
 def _with(unit: Unit, method: Any) -> Any:
     """A module hook that hands the unit, not the module, to `method`."""
-    return lambda module, *rest: method(unit, *rest)
+    return untraced(lambda module, *rest: method(unit, *rest))

@@ -30,8 +30,19 @@ class WholeWeights:
     def watch(self, model: nn.Module, units: Sequence[Unit]) -> None:
         return None
 
+    def unwatch(self) -> None:
+        return None
+
+    def leave(self) -> None:
+        return None
+
     def publish(self, shard: Shard) -> None:
         shard.narrow()
+
+    def write(self, bucket: Bucket, span: slice, values: Tensor) -> None:
+        for holding in self._holdings:
+            if holding.bucket is bucket:
+                holding.flat[span].copy_(values)
 
     def end_turn(self) -> None:
         return None

@@ -1,0 +1,81 @@
+"""Edits of a model in training: it becomes plain torch, is changed, and is assembled again.
+
+Parameters whose name and shape stay keep their master weights and optimizer state; all others begin anew, with the
+values that they were given on rank 0. While it lasts every rank holds the whole model and its optimizer state.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero3d.assemble import Parts
+from zero3d.carry import whole_states
+from zero3d.contracts import Axis
+from zero3d.errors import DivergedError
+from zero3d.params import ParamInfo, collect
+
+Change = Callable[[nn.Module], Any]
+"""change(model): whatever it does to modules and parameters, the same on every rank."""
+
+
+def edit(parts: Parts, sharding: Axis, change: Change, assemble_again: Callable[[nn.Module], Parts]) -> Parts:
+    """The parts of the same model after `change`. `sharding`: the axis over which `parts` are sharded. Collective."""
+    states = whole_states(parts.optimizer, parts.replica.shards, sharding)
+    masters = dict(parts.replica.whole(parts.infos))
+    before = {info.name: info for info in parts.infos}
+    parts.close()
+    parts.replica.leave()
+    for info in parts.infos:
+        value = masters[info.name] if info.name in masters else torch.empty(info.shape, device=parts.device)
+        parts.model.get_parameter(info.name).data = value.to(info.dtype)
+        if info.dtype == torch.float32:
+            masters.pop(info.name, None)
+    change(parts.model)
+    infos = collect(parts.model)
+    _refuse_differing(infos, parts.axis, parts.device)
+    rounded = {
+        info: masters[info.name]
+        for info in infos
+        if info.name in masters and _holds(parts.model.get_parameter(info.name), masters[info.name])
+    }
+    del masters
+    again = assemble_again(parts.model)
+    # A model made in 16 bits was plain with rounded weights; what was not written to has its fp32 masters again.
+    for info, master in rounded.items():
+        again.replica.write(info, slice(0, info.numel), master.view(-1))
+    again.optimizer.fetch()
+    again.optimizer.set_states(
+        {
+            info.name: states[info.name]
+            for info in infos
+            if info.trainable and info.name in states and before[info.name].shape == info.shape
+        }
+    )
+    again.scaler.go_on_from(parts.scaler)
+    return again
+
+
+def training_flags(parameters: Sequence[nn.Parameter]) -> bytes:
+    """Which of them the user wants trained now, one byte each."""
+    with torch._C.DisableTorchFunctionSubclass():  # past the guards of released ones, which take microseconds each
+        return bytes(parameter.requires_grad for parameter in parameters)
+
+
+def _holds(parameter: nn.Parameter, master: Tensor) -> bool:
+    """Whether the parameter still is its master weights, rounded."""
+    return parameter.shape == master.shape and torch.equal(parameter.detach(), master.to(parameter))
+
+
+def _refuse_differing(infos: list[ParamInfo], axis: Axis, device: torch.device) -> None:
+    text = " ".join(f"{info.name} {info.shape} {info.dtype} {info.trainable} {info.ties}" for info in infos)
+    digests = torch.empty(axis.size, dtype=torch.int64, device=device)
+    mine = torch.tensor([zlib.crc32(text.encode())], dtype=torch.int64, device=device)
+    axis.all_gather(digests, mine, "digest of an edited model").wait()
+    if len(set(digests.tolist())) > 1:
+        raise DivergedError(
+            "ranks made different edits: names, shapes or requires_grad of parameters differ",
+            hint="The function that is given to engine.edit must do the same on every rank.",
+        )
