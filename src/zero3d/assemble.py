@@ -79,7 +79,7 @@ def assemble(
 
     randomness = Randomness(config.run.seed, axis.index, device)
     randomness.watch(blocks)
-    recomputed = recompute(blocks if config.recompute.mode == "block" else ())
+    recomputed = recompute(model, blocks if config.recompute.mode == "block" else ())
     replica = replica_for(options_for(config), mesh.sharding, blueprint, split_units(model, blocks), dtypes, device)
     scaler = Scaler(enabled=dtypes.compute_rule is torch.float16)
     scale = partial(scaler.for_loss, axis)

@@ -5,21 +5,29 @@ What a rank has is told to the others as text (names, kinds, numbers); elements 
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from zero3d.comm.ranges import elements
 from zero3d.contracts import Axis
-from zero3d.optim.sharded import ShardedOptimizer
 from zero3d.zero.shard import Shard
 
 State = dict[str, Any]
 """Key -> a tensor, flat and of all elements (of its own shape for a parameter that is updated whole), or a number."""
 
 
-def whole_states(optimizer: ShardedOptimizer, shards: Sequence[Shard], axis: Axis) -> dict[str, State]:
+class Stateful(Protocol):
+    """An optimizer as this module sees it."""
+
+    def state_of(self, shard: Shard) -> Mapping[str, Mapping[str, Tensor]]: ...
+    def whole_state(self) -> Mapping[str, Mapping[str, Tensor]]: ...
+    def set_states(self, states: Mapping[str, Mapping[str, Any]]) -> None: ...
+    def fetch(self) -> None: ...
+
+
+def whole_states(optimizer: Stateful, shards: Sequence[Shard], axis: Axis) -> dict[str, State]:
     """The state of each parameter that has one. `axis`: what the shards are cut over. Collective."""
     device = shards[0].master.device if shards else torch.device("cpu")
     pieces = {name: state for shard in shards for name, state in optimizer.state_of(shard).items() if name and state}

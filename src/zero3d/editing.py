@@ -6,19 +6,44 @@ values that they were given on rank 0. While it lasts every rank holds the whole
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from zero3d.assemble import Parts
-from zero3d.carry import whole_states
+from zero3d.carry import Stateful, whole_states
+from zero3d.comm.recorded_axis import RecordedAxis
 from zero3d.contracts import Axis
 from zero3d.errors import DivergedError
 from zero3d.params import ParamInfo, collect
+from zero3d.precision import Scaler
+from zero3d.zero.replica import ZeroReplica
 
 Change = Callable[[nn.Module], Any]
 """change(model): whatever it does to modules and parameters, the same on every rank."""
+
+
+class Editable(Protocol):
+    """What is put together round a model, whoever steps it."""
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def infos(self) -> Sequence[ParamInfo]: ...
+    @property
+    def axis(self) -> RecordedAxis: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def replica(self) -> ZeroReplica: ...
+    @property
+    def optimizer(self) -> Stateful: ...
+    @property
+    def scaler(self) -> Scaler: ...
+    def close(self) -> None: ...
+
+
+Parts = TypeVar("Parts", bound=Editable)
 
 
 def edit(parts: Parts, sharding: Axis, change: Change, assemble_again: Callable[[nn.Module], Parts]) -> Parts:

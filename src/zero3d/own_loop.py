@@ -14,29 +14,34 @@ the optimizer as the flat slices that this rank updates. A step ends a sum of gr
 `optimizer.zero_grad()`; without either, backwards add up as they do in plain torch.
 """
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zero3d import params
+from zero3d.access import Access, Index
+from zero3d.comm.diverged import diverged
 from zero3d.comm.mesh import Mesh, mesh_over, open_mesh, ranks_started
+from zero3d.comm.recorded_axis import RecordedAxis
 from zero3d.config import Config
-from zero3d.errors import ConfigError, DivergedError, NonFiniteError, UsageError
+from zero3d.editing import edit
+from zero3d.errors import ConfigError, NonFiniteError
 from zero3d.initial import draw
 from zero3d.layout import Layout
-from zero3d.optim.clip import clip
-from zero3d.optim.probe import is_elementwise
+from zero3d.optim.clip import Clip, clip
+from zero3d.optim.own import OwnOptimizers
 from zero3d.optim.tally import Part, Totals, agree
-from zero3d.precision import dtypes_for, native_bf16
-from zero3d.recompute import recompute
+from zero3d.params import ParamInfo
+from zero3d.precision import Scaler, dtypes_for, native_bf16
+from zero3d.recompute import Recomputed, recompute
 from zero3d.zero.levels import options_for, replica_for
 from zero3d.zero.own_turns import OwnTurns
+from zero3d.zero.replica import ZeroReplica
 from zero3d.zero.units import find_blocks, split_units
 
 
@@ -74,78 +79,61 @@ def shard(
     return sharded
 
 
+@dataclass(frozen=True, kw_only=True)
+class OwnParts:
+    """A model that is sharded for a loop of the user's own."""
+
+    model: nn.Module
+    infos: Sequence[ParamInfo]
+    axis: RecordedAxis
+    device: torch.device
+    recomputed: Sequence[Recomputed]
+    replica: ZeroReplica
+    optimizer: OwnOptimizers
+    scaler: Scaler
+    turns: OwnTurns
+    access: Access
+
+    def close(self) -> None:
+        """Modules and gradients are the user's again."""
+        self.turns.close()
+        self.access.close()
+        self.replica.close()
+        for block in self.recomputed:
+            block.close()
+
+
 class Sharded:
     """What `shard` returns: the gradients' and the optimizers' side of a sharded model."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
-        dtypes = dtypes_for(config)
-        if dtypes.compute_rule is torch.float16:
-            raise ConfigError(
-                'precision.compute = "fp16" needs its loss scaled, and here the loss is yours',
-                hint='Use zero3d.Engine, which scales it, or precision.compute = "bf16".',
-            )
-        if config.precision.gradients != "fp32":
-            raise ConfigError(
-                f'precision.gradients = "{config.precision.gradients}" is not for loops of your own',
-                hint="An optimizer of yours reads fp32 gradients of fp32 master weights. Leave the key out.",
-            )
-        blueprint = draw(model, config.run.seed)
-        self.model = model
-        self.infos = params.collect(model)
-        dtypes.check(self.infos)
-        _, blocks = find_blocks(model, config.model.blocks)
-        if config.recompute.mode == "block":
-            recompute(blocks)
-        self._mesh, self._axis, self._device = mesh, mesh.axes["dp"], mesh.device
-        self._given = {id(parameter): name for name, parameter in model.named_parameters()}
-        units = split_units(model, blocks)
-        self._replica = replica_for(options_for(config), mesh.sharding, blueprint, units, dtypes, mesh.device)
-        self._pieces = dict(self._made_pieces())
-        self._turns = OwnTurns(model, self._replica, self._pieces, self._forget_totals)
+        _refuse_unfit(config)
+        self._mesh, self._config = mesh, config
+        self._optimizers = OwnOptimizers(self._before_step, self._after_step)
         self._count: Tensor | int = 1
         self._totals: Totals | None = None
-        self._coefficient = 1.0
+        self._clipping: Clip | None = None
+        self._divisor = 0
         self._used: set[torch.optim.Optimizer] = set()
-        self._adopted: dict[torch.optim.Optimizer, frozenset[str]] = {}
+        self._parts = self._assemble(model)
+
+    @property
+    def model(self) -> nn.Module:
+        return self._parts.model
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, this rank's slice, flat, of the fp32 master weights) of each trainable parameter: what optimizers are
         made of. A slice may be empty; all ranks have the same names in the same order."""
-        yield from self._pieces.items()
+        yield from self._optimizers.slices.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        yield from self._pieces.values()
+        yield from self._optimizers.slices.values()
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer`, made from parameters of the model or from `parameters()`, updates this rank's slices from now
         on, in the groups and with the settings that it has."""
-        if optimizer in self._adopted:
-            return
-        kind = type(optimizer)
-        if not is_elementwise(kind.__name__, partial(_another, optimizer)):
-            raise UsageError(
-                f"optimizer {kind.__name__} looks at whole matrices, and here it would get slices of them",
-                hint='Use zero3d.Engine with zero.whole_parameters = ["auto"].',
-            )
-        if optimizer.state:
-            raise UsageError(
-                f"{kind.__name__} has taken a step already, and its state is not sharded",
-                hint="Call zero3d.shard before the first optimizer.step().",
-            )
-        mine = {id(piece): name for name, piece in self._pieces.items()}
-        names: set[str] = set()
-        for group in optimizer.param_groups:
-            found = [mine.get(id(one)) or self._given.get(id(one)) for one in group["params"]]
-            group["params"] = [self._pieces.get(name or "", one) for name, one in zip(found, group["params"])]
-            names.update(name for name in found if name in self._pieces)
-        if not names:
-            raise UsageError(
-                f"{kind.__name__} has no trainable parameter of the sharded model",
-                hint="Make it from model.parameters() before zero3d.shard, or from sharded.parameters().",
-            )
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
-        self._adopted[optimizer] = frozenset(names)
+        if optimizer not in self._optimizers.names_of:
+            self._optimizers.adopt(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer.step()`; an optimizer that is new here is adopted first. Collective."""
@@ -156,7 +144,7 @@ class Sharded:
         """A backward inside is not the last of its step. Never needed: it saves reductions where gradients are held
         whole (zero.reduce = "step"), and changes no number. The same loop serves all levels. `on`: False has no
         effect."""
-        return self._turns.accumulate(on)
+        return self._parts.turns.accumulate(on)
 
     def average_over(self, count: Tensor | int) -> None:
         """This step's losses are sums over `count` targets on this rank: gradients are divided by the targets of all
@@ -166,98 +154,144 @@ class Sharded:
     def clip_grad_norm_(self, limit: float) -> float:
         """As torch.nn.utils.clip_grad_norm_ on the whole model: the norm before clipping. Collective."""
         totals = self._settled()
-        clipping = clip(totals.squares, max(totals.count, 1), limit)
-        self._coefficient = clipping.coefficient
-        return clipping.norm
+        self._clipping = clip(totals.squares, self._divisor, limit)
+        return self._clipping.norm
 
     def grad_norm(self) -> float:
-        """Of the averaged gradients. Collective."""
-        totals = self._settled()
-        return clip(totals.squares, max(totals.count, 1), 0.0).norm
+        """Of the averaged gradients, before clipping. Collective."""
+        return clip(self._settled().squares, self._divisor, 0.0).norm
 
     @contextmanager
-    def gathered(self) -> Iterator[nn.Module]:
-        """The model as plain torch with whole weights, to be read. Entering is collective, leaving is not."""
-        with self._replica.gathered(), torch.no_grad():
+    def gathered(self, *, write: bool = False) -> Iterator[nn.Module]:
+        """The model as plain torch with whole weights, to be read; with `write` what rank 0 writes is kept. Entering is
+        collective, and leaving with `write`."""
+        with self._parts.access.gathered(write=write), torch.no_grad():
             yield self.model
 
-    def close(self) -> None:
-        """Gradients stay with the parameters again."""
-        self._turns.close()
-        self._replica.close()
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Whole tensors under the model's own names, on every rank. Collective."""
+        return self._parts.access.state()
 
-    def _made_pieces(self) -> Iterable[tuple[str, nn.Parameter]]:
-        found = {
-            piece.name: nn.Parameter(one.master[piece.start : piece.stop])
-            for one in self._replica.shards
-            for piece in one.pieces
-        }
-        for info in self.infos:
-            if info.trainable and info.numel:
-                yield info.name, found.get(info.name, nn.Parameter(torch.empty(0, device=self._device)))
+    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> tuple[list[str], list[str]]:
+        """Whole tensors become weights and buffers; rank 0's are everyone's. -> names missing in `state`, names that
+        the model lacks. Collective."""
+        return self._parts.access.load(state, strict=strict)
+
+    def grad_of(self, name: str, part: Index = None) -> Tensor:
+        """The whole averaged gradient of a parameter before clipping, fp32, or a `part` of it. Collective."""
+        self._settled()
+        return self._parts.access.gradient_of(name, part).div_(self._divisor)
+
+    def weight_of(self, name: str, part: Index = None) -> Tensor:
+        """The whole fp32 master weights of a parameter, or a `part` of them. Collective."""
+        return self._parts.access.weight_of(name, part)
+
+    def set_weight(self, name: str, value: Tensor, part: Index = None) -> None:
+        """A parameter, or a `part` of it, becomes rank 0's `value`. Collective."""
+        self._parts.access.set_weight(name, value, part)
+
+    def edit(self, change: Callable[[nn.Module], Any]) -> None:
+        """`change(model)` on the whole model, the same on every rank: other modules, `requires_grad_` of some.
+        Parameters of unchanged name and shape keep master weights and optimizer state; optimizers get slices of those
+        in their groups that are trained now. A sum of gradients under way is dropped. Collective."""
+        self._parts = edit(self._parts, self._mesh.sharding, change, self._assemble)
+
+    def close(self) -> None:
+        """Gradients stay with the parameters again, and all hooks leave the model."""
+        self._parts.close()
+
+    def _assemble(self, model: nn.Module) -> OwnParts:
+        config, mesh = self._config, self._mesh
+        dtypes = dtypes_for(config)
+        blueprint = draw(model, config.run.seed)
+        infos = params.collect(model)
+        dtypes.check(infos)
+        _, blocks = find_blocks(model, config.model.blocks)
+        recomputed = recompute(model, blocks if config.recompute.mode == "block" else ())
+        units = split_units(model, blocks)
+        replica = replica_for(options_for(config), mesh.sharding, blueprint, units, dtypes, mesh.device)
+        self._optimizers.cut(model, infos, replica.shards, mesh.device)
+        self._forget_totals()
+        return OwnParts(
+            model=model,
+            infos=infos,
+            axis=mesh.axes["dp"],
+            device=mesh.device,
+            recomputed=recomputed,
+            replica=replica,
+            optimizer=self._optimizers,
+            scaler=Scaler(enabled=False),
+            turns=OwnTurns(model, infos, replica, self._optimizers.slices, self._forget_totals),
+            access=Access(model, infos, replica, mesh.axes["dp"]),
+        )
 
     def _forget_totals(self) -> None:
-        self._totals, self._coefficient = None, 1.0
+        self._totals = self._clipping = None
         self._used.clear()
 
     def _settled(self) -> Totals:
         """All ranks' sums, once a step: known already where another optimizer has taken it."""
-        if self._used == set(self._adopted):
+        parts = self._parts
+        if self._used == set(self._optimizers.names_of):
             self._forget_totals()
         if self._totals is None:
-            self._turns.settle()
-            one = torch.as_tensor(self._count, dtype=torch.int64, device=self._device)
+            parts.turns.settle()
             part = Part(
-                losses=[torch.zeros((), device=self._device)],
-                counts=[one],
-                norms=self._replica.norms() if self._mesh.counts_norms else (),
-                arrivals=self._replica.arrivals(),
-                digest=self._axis.digest,
+                losses=[torch.zeros((), device=parts.device)],
+                counts=[torch.as_tensor(self._count, dtype=torch.int64, device=parts.device)],
+                norms=parts.replica.norms() if self._mesh.counts_norms else (),
+                arrivals=parts.replica.arrivals(),
+                digest=parts.axis.digest,
             )
-            self._totals = agree(part, self._axis, self._device)
-            self._axis.start_step()
+            totals = agree(part, parts.axis, parts.device)
+            if not totals.same_calls:
+                raise diverged(parts.axis, parts.device, "since the last step")
+            parts.axis.start_step()
+            self._totals, self._divisor = totals, max(totals.count, 1)
         return self._totals
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer in self._used:
             self._forget_totals()
         totals = self._settled()
-        if not totals.same_calls:
-            raise DivergedError(
-                "ranks ran different modules: their collective calls do not match",
-                hint="At ZeRO level 3 every rank must run the same blocks. Nothing has been updated.",
-            )
         if not totals.finite:
             raise NonFiniteError(
                 "gradients are not finite", hint="Nothing has been updated. Call optimizer.zero_grad() to go on."
             )
-        self._turns.end_sum()
+        self._parts.turns.end_sum()
         self._count = 1
         self._used.add(optimizer)
         if len(self._used) > 1:  # Another optimizer of the same model has taken its step already.
             return
-        scale = self._coefficient / max(totals.count, 1)
-        for one in self._replica.shards:
+        scale = (self._clipping.coefficient if self._clipping else 1.0) / self._divisor
+        for one in self._parts.replica.shards:
             one.gradient.mul_(scale)
             one.scaled = scale
         for name in totals.unused:
-            self._pieces[name].grad = None
+            self._optimizers.slices[name].grad = None
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        names = self._adopted[optimizer]
-        self._replica.publish(
-            one for one in self._replica.shards if any(slot.name in names for slot in one.bucket.slots)
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        names = self._optimizers.names_of[optimizer]
+        self._parts.replica.publish(
+            one for one in self._parts.replica.shards if any(slot.name in names for slot in one.bucket.slots)
         )
 
 
-def _another(optimizer: torch.optim.Optimizer, parameters: Sequence[Any]) -> torch.optim.Optimizer:
-    """One of the same class and settings for other parameters, however its constructor is called."""
-    other: torch.optim.Optimizer = object.__new__(type(optimizer))
-    # A scheduler puts a `step` of its own into the object.
-    other.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
-    other.state = defaultdict(dict)
-    other.param_groups = []
-    other._optimizer_step_pre_hooks = OrderedDict()
-    other._optimizer_step_post_hooks = OrderedDict()
-    other.add_param_group({"params": list(parameters)})
-    return other
+def _refuse_unfit(config: Config) -> None:
+    """Settings that a loop of the user's own cannot honour."""
+    precision = config.precision
+    if precision.compute == "fp16":
+        raise ConfigError(
+            'precision.compute = "fp16" needs its loss scaled, and here the loss is yours',
+            hint='Use zero3d.Engine, which scales it, or precision.compute = "bf16".',
+        )
+    if precision.gradients != "fp32":
+        raise ConfigError(
+            f'precision.gradients = "{precision.gradients}" is not for loops of your own',
+            hint="An optimizer of yours reads fp32 gradients of fp32 master weights. Leave the key out.",
+        )
+    if config.zero.whole_parameters:
+        raise ConfigError(
+            "zero.whole_parameters is not for loops of your own: optimizers get slices there",
+            hint="Use zero3d.Engine, or leave the key out.",
+        )

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
+from zero3d.errors import UsageError
+
 
 class Recomputed:
     """Recomputes one block."""
@@ -55,8 +57,22 @@ class Recomputed:
         self._again = False
 
 
-def recompute(blocks: Sequence[nn.Module]) -> list[Recomputed]:
-    """The activations of `blocks` are computed again in backward, until what is returned is closed."""
+def recompute(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Recomputed]:
+    """The activations of `blocks` are computed again in backward, until what is returned is closed.
+
+    Raises `UsageError` for a model in which running a block again is not what it was the first time.
+    """
+    if blocks and getattr(getattr(model, "config", None), "use_cache", False):
+        raise UsageError(
+            "the model keeps keys and values of each block (config.use_cache), and a block that is run again would "
+            "add to them once more",
+            hint='Set model.config.use_cache = False, or recompute.mode = "none".',
+        )
+    if blocks and (hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None):
+        raise UsageError(
+            "the model is compiled as a whole, and recomputation runs single blocks, which are not",
+            hint='Compile each block instead (block.compile()), or set recompute.mode = "none".',
+        )
     return [Recomputed(block) for block in blocks]
 
 

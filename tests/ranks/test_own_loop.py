@@ -83,6 +83,7 @@ class _Calls:
         self._sharded = sharded
         self._marks = marks
         self.clip_grad_norm_ = sharded.clip_grad_norm_
+        self.edit = sharded.edit
 
     def backward(self, losses: Callable[[Tensor], Tensor], parts: Parts, last: bool = True) -> None:
         with self._sharded.accumulate(not last) if self._marks else nullcontext():
@@ -358,3 +359,56 @@ def against_engine() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             {name: value.clone() for name, value in one.named_parameters()},
             {name: value.clone() for name, value in other.named_parameters()},
         )
+
+
+def unfreezing(side: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Half of the model is frozen at first and trained later; its optimizer had it from the start."""
+    model = net()
+    model.blocks.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    sharded = side.shard(model, optimizer)
+    for step in range(6):
+        if step in (2, 4):
+
+            def change(model: nn.Module, train: bool = step == 2) -> None:
+                model.blocks.requires_grad_(train)  # type: ignore[union-attr]
+
+            change(model) if isinstance(sharded, Plain) else sharded.edit(change)
+        sharded.backward(lambda x: model(x).square().mean(), batch(step))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [], weights_of(model, sharded)
+
+
+def test_unfreezing_and_freezing_during_training() -> None:
+    test_a_loop_of_ones_own_gives_the_numbers_of_plain_torch(unfreezing)
+
+
+def by_name(level: int) -> tuple[str, dict[str, Tensor], Tensor, Tensor]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sharded = zero3d.shard(model, optimizer, level=level)
+    rank = torch.distributed.get_rank()
+    model.leave.requires_grad_(False)
+    try:
+        model(batch(0)[rank])
+        text = ""
+    except zero3d.UsageError as error:
+        text = str(error)
+    model.leave.requires_grad_(True)
+    model(batch(0)[rank]).square().mean().backward()
+    gradients = {name: sharded.grad_of(name) for name in ("enter.weight", "blocks.1.0.bias")}
+    optimizer.step()
+    sharded.set_weight("leave.bias", torch.arange(3.0))
+    return text, gradients, sharded.weight_of("leave.bias"), sharded.full_state_dict()["leave.bias"]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_and_gradients_by_name(level: int) -> None:
+    model = net()
+    (sum(model(x).square().mean() for x in batch(0)) / RANKS).backward()  # type: ignore[union-attr]
+    for text, gradients, bias, saved in run_ranks(RANKS, by_name, level):
+        assert "sharded.edit" in text
+        for name, value in gradients.items():
+            torch.testing.assert_close(value, model.get_parameter(name).grad, rtol=1e-5, atol=1e-7)
+        assert bias.tolist() == saved.tolist() == [0.0, 1.0, 2.0]

@@ -198,6 +198,7 @@ def reporting_errors(work: Callable[[], None], options: Options) -> int:
     try:
         work()
     except KeyboardInterrupt as end:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # All is ended; a second one would only break the goodbye.
         told = end.told if isinstance(end, Interrupted) else "interrupted before the first step was done"
         print(f"{_after_a_bar()}zero3d: {told}", file=sys.stderr)
         return INTERRUPTED

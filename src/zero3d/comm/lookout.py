@@ -16,6 +16,7 @@ fits what it waits for, once all have, or soon: no one takes what wakes it for d
 """
 
 import json
+import sys
 import threading
 import time
 import zlib
@@ -24,7 +25,8 @@ from typing import Any, NamedTuple, Protocol
 
 from zero3d.comm.apart import Standing, told
 from zero3d.comm.where import call_of, lines_of
-from zero3d.errors import DivergedError
+from zero3d.contracts import Pending
+from zero3d.errors import DivergedError, Zero3dError
 
 EVERY = 0.4
 """Seconds between two looks; a quarter of that once there is a verdict."""
@@ -83,6 +85,7 @@ class Lookout:
         self.at: Wait | None = None
         self.step = 0
         self.verdict: DivergedError | None = None
+        self.under_way: dict[int, Pending] = {}
         self._begun: dict[str, int] = {}
         self._board: Board | None = None
         self._lock = threading.Lock()
@@ -101,6 +104,16 @@ class Lookout:
         self._woken: dict[int, tuple[int, Any]] = {}
         self._thread = threading.Thread(target=self._run, name="zero3d lookout", daemon=True)
         self._thread.start()
+
+    def finish(self) -> None:
+        """The process ends: what it sent last is still on its way to ranks that want it. Not after an error, which
+        other ranks shall see at once."""
+        try:
+            while self.under_way and not hasattr(sys, "last_value"):
+                next(iter(self.under_way.values())).wait()
+        except Zero3dError:
+            pass
+        self.stop()
 
     def stop(self) -> None:
         """Before the interpreter ends, under which a thread must not be in native code."""

@@ -17,12 +17,14 @@ class Posted:
         self.meeting = meeting
         self._legs = legs
         self._then: Callable[[], None] | None = then
+        lookout.under_way[id(self)] = self
 
     def wait(self) -> None:
         """Once; gloo's own second wait would not return."""
         if self._then is None:
             return
         lookout, thread = self._lookout, get_ident()
+        lookout.under_way.pop(id(self), None)
         lookout.check()
         for leg in self._legs:
             if leg.work is None:

@@ -47,7 +47,7 @@ def lookout_of_process() -> Lookout:
         except (RuntimeError, AttributeError):
             return found  # A store that cannot be had twice: waits end with the process group's time-out alone.
         found.start(board, dist.get_rank(), dist.get_world_size(), _meet)
-        atexit.register(found.stop)
+        atexit.register(found.finish)
     return found
 
 

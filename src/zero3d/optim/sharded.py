@@ -1,5 +1,5 @@
-"""Torch optimizers on shards: each shard has its own, over the pieces of parameters that lie in it; parameters that are
-updated whole have one each.
+"""Torch optimizers on shards: each run of shards has its own, over the pieces of parameters that lie in it; parameters
+that are updated whole have one each. A run is one shard, or small ones that follow each other.
 
 Pieces start and end at multiples of 64 elements, so an elementwise update gives the same bits wherever shards are
 cut. A parameter that no backward reached has no gradient, as in plain torch: its state and weight stay.
@@ -21,21 +21,37 @@ from zero3d.optim.rule import Rule
 from zero3d.optim.whole import WholeParameters
 from zero3d.zero.shard import Shard
 
+RUN = 1 << 18
+"""Elements of small shards that share an optimizer, as each call of one costs as much as updating thousands of them."""
+
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """The pieces of one shard that one optimizer updates. `scales`: it scales their gradients as it reads them."""
+    """The pieces of a run that one optimizer updates. `scales`: it scales their gradients as it reads them."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[tuple[Shard, Piece]]
     inner: Inner
     scales: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Shards that are updated together."""
+
+    shards: Sequence[Shard]
+    flats: Sequence[Pieces]
 
 
 class ShardedOptimizer:
     """The `Optimizer` whose state lives beside the master weights."""
 
     def __init__(self, assignment: Assignment, shards: Sequence[Shard], axis: Axis) -> None:
-        self._flat = {shard: list(_pieces(assignment, shard)) for shard in shards}
+        self._runs = {
+            shard: run
+            for together in _runs(assignment, shards)
+            for run in [Run(together, list(_pieces(assignment, together)))]
+            for shard in together
+        }
         self._whole = WholeParameters(assignment, shards, axis)
         self._ahead = axis.size
         self._scratch = torch.empty(0)
@@ -47,7 +63,7 @@ class ShardedOptimizer:
         self._unused = unused
 
     def step(self, shards: Iterable[Shard], lr: float, scale: float) -> Iterable[Shard]:
-        """`lr` is a factor of each group's own learning rate.
+        """`lr` is a factor of each group's own learning rate; `shards`: all, in their order.
 
         Shards with parameters that are updated whole come back later, on every rank alike: their weights may be on
         their way over as many further shards as there are ranks, so that the owners of several work at the same time.
@@ -56,9 +72,12 @@ class ShardedOptimizer:
         begun: deque[Shard] = deque()
         waiting: deque[Shard] = deque()
         for shard in shards:
-            self._begin(shard, lr, scale)
+            run = self._runs[shard]
+            if shard is not run.shards[-1]:
+                continue
+            self._begin(run, lr, scale)
             if not self._whole.of(shard):
-                yield shard
+                yield from run.shards
                 continue
             begun.append(shard)
             if len(begun) > 1:
@@ -72,7 +91,10 @@ class ShardedOptimizer:
     def state_of(self, shard: Shard) -> Mapping[str, Mapping[str, Tensor]]:
         """Of the pieces; parameters that are updated whole are in `whole_state`."""
         return {
-            piece.name: state for flat in self._flat[shard] for piece, state in zip(flat.pieces, flat.inner.state())
+            piece.name: state
+            for flat in self._runs[shard].flats
+            for (one, piece), state in zip(flat.pieces, flat.inner.state())
+            if one is shard
         }
 
     def whole_state(self) -> Mapping[str, Mapping[str, Tensor]]:
@@ -82,12 +104,10 @@ class ShardedOptimizer:
     def set_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Whole optimizer states by parameter name, the same on every rank, become those of the pieces. State of
         elements is flat, or of its own shape for a parameter that is updated whole; the rest are numbers."""
-        for pieces in self._flat.values():
-            for flat in pieces:
-                for index, piece in enumerate(flat.pieces):
-                    if piece.name in states:
-                        cut = {key: _cut(value, piece) for key, value in states[piece.name].items()}
-                        flat.inner.set_state(index, cut)
+        for flat in self._flats():
+            for index, (_, piece) in enumerate(flat.pieces):
+                if piece.name in states:
+                    flat.inner.set_state(index, {key: _cut(value, piece) for key, value in states[piece.name].items()})
         self._whole.set_states(states)
 
     def fetch(self) -> None:
@@ -96,19 +116,24 @@ class ShardedOptimizer:
 
     def held(self) -> Iterable[tuple[str, Tensor]]:
         yield "buffers", self._scratch
-        for pieces in self._flat.values():
-            for flat in pieces:
-                yield from flat.inner.held()
+        for flat in self._flats():
+            yield from flat.inner.held()
         yield from self._whole.held()
 
-    def _begin(self, shard: Shard, lr: float, scale: float) -> None:
-        """The gradient is scaled and on its way to where it is wanted whole; all pieces are updated."""
-        shard.coming.wait()
-        gradient = self._scaled(shard, scale)
-        self._whole.send_gradients(shard, self._unused)
-        for flat in self._flat[shard]:
+    def _flats(self) -> Iterable[Pieces]:
+        return (flat for run in dict.fromkeys(self._runs.values()) for flat in run.flats)
+
+    def _begin(self, run: Run, lr: float, scale: float) -> None:
+        """Gradients are scaled and on their way to where they are wanted whole; all pieces are updated."""
+        scaled = {}
+        for shard in run.shards:
+            shard.coming.wait()
+            scaled[shard] = self._scaled(shard, scale)
+            self._whole.send_gradients(shard, self._unused)
+        for flat in run.flats:
             gradients = [
-                None if piece.name in self._unused else gradient[piece.start : piece.stop] for piece in flat.pieces
+                None if piece.name in self._unused else scaled[shard][piece.start : piece.stop]
+                for shard, piece in flat.pieces
             ]
             flat.inner.step(gradients, lr, scale if flat.scales else None)
 
@@ -123,7 +148,7 @@ class ShardedOptimizer:
     def _scaled(self, shard: Shard, scale: float) -> Tensor:
         """The gradient in fp32 times `scale`: in place, or beside one that is held in 16 bits. What an optimizer
         `scales` by itself is left to it."""
-        flats = self._flat[shard]
+        flats = self._runs[shard].flats
         if shard.gradient.dtype != shard.master.dtype:
             if not flats:
                 return self._scratch
@@ -134,8 +159,9 @@ class ShardedOptimizer:
         if not any(flat.scales for flat in flats):
             return shard.gradient.mul_(scale)
         for flat in flats:
-            for piece in () if flat.scales else flat.pieces:
-                shard.gradient[piece.start : piece.stop].mul_(scale)
+            for one, piece in () if flat.scales else flat.pieces:
+                if one is shard:
+                    shard.gradient[piece.start : piece.stop].mul_(scale)
         for whole in self._whole.of(shard):
             whole.of_mine(shard.gradient).mul_(scale)
         return shard.gradient
@@ -152,14 +178,32 @@ def _cut(value: Any, piece: Piece) -> Any:
     return out
 
 
-def _pieces(assignment: Assignment, shard: Shard) -> Iterable[Pieces]:
-    """The shard's pieces by rule, but those of parameters that are updated whole."""
-    by_rule: dict[Rule, list[Piece]] = {}
-    for piece in shard.pieces:
-        # Padding without a parameter goes with the bucket's last one.
-        name = piece.name or shard.bucket.slots[-1].name
-        if name not in assignment.whole:
-            by_rule.setdefault(assignment.rule_of[name], []).append(piece)
+def _runs(assignment: Assignment, shards: Sequence[Shard]) -> list[list[Shard]]:
+    """Neighbours whose fp32 gradients an update can read where they are; others one by one."""
+    runs: list[list[Shard]] = []
+    room = 0
+    for shard in shards:
+        whole = any(slot.name in assignment.whole for slot in shard.bucket.slots)
+        joins = not whole and shard.gradient.dtype == shard.master.dtype
+        room -= shard.master.numel()
+        if runs and joins and room >= 0:
+            runs[-1].append(shard)
+        else:
+            runs.append([shard])
+            room = RUN - shard.master.numel() if joins else 0
+    return runs
+
+
+def _pieces(assignment: Assignment, shards: Sequence[Shard]) -> Iterable[Pieces]:
+    """Pieces by rule, but those of parameters that are updated whole."""
+    by_rule: dict[Rule, list[tuple[Shard, Piece]]] = {}
+    for shard in shards:
+        for piece in shard.pieces:
+            # Padding without a parameter goes with the bucket's last one.
+            name = piece.name or shard.bucket.slots[-1].name
+            if name not in assignment.whole:
+                by_rule.setdefault(assignment.rule_of[name], []).append((shard, piece))
+    fp32 = all(shard.gradient.dtype == torch.float32 for shard in shards)
     for rule, pieces in by_rule.items():
-        inner = Inner(rule, [(piece.name, shard.master[piece.start : piece.stop]) for piece in pieces])
-        yield Pieces(pieces, inner, inner.can_scale and shard.gradient.dtype == torch.float32)
+        inner = Inner(rule, [(piece.name, shard.master[piece.start : piece.stop]) for shard, piece in pieces])
+        yield Pieces(pieces, inner, inner.can_scale and fp32)

@@ -21,7 +21,7 @@ def caller(model: nn.Module, floats: torch.dtype | None) -> Call:
     A dict: as keyword arguments, those that forward names (all if it takes **kwargs). A tuple or list: its first
     member is the input, the rest is the loss's. Anything else: as it is.
     """
-    accepted = inspect.signature(model.forward).parameters.values()
+    accepted = inspect.signature(getattr(model, "_orig_mod", model).forward).parameters.values()
     names = {parameter.name for parameter in accepted}
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted)
 

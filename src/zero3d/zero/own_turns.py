@@ -4,14 +4,16 @@ A sum of gradients goes over one or more turns. It ends with a step, or when the
 None (`optimizer.zero_grad()`); the next backward then begins a new one.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zero3d.recompute import in_backward
+from zero3d.errors import UsageError
+from zero3d.params import ParamInfo
+from zero3d.recompute import in_backward, untraced
 from zero3d.trees import needing_grad, tensors_in
 from zero3d.zero.replica import ZeroReplica
 
@@ -23,8 +25,15 @@ class OwnTurns:
     """
 
     def __init__(
-        self, model: nn.Module, replica: ZeroReplica, pieces: Mapping[str, nn.Parameter], changed: Callable[[], None]
+        self,
+        model: nn.Module,
+        infos: Sequence[ParamInfo],
+        replica: ZeroReplica,
+        pieces: Mapping[str, nn.Parameter],
+        changed: Callable[[], None],
     ) -> None:
+        self._infos = infos
+        self._parameters = [model.get_parameter(info.name) for info in infos]
         self._replica = replica
         self._pieces = pieces
         self._changed = changed
@@ -33,7 +42,10 @@ class OwnTurns:
         self._reduced = True
         self._accumulating = False
         # The backward of what the whole model gave begins here, before any gradient of a parameter is there.
-        self._hook = model.register_forward_hook(self._watch)
+        self._hooks = [
+            model.register_forward_pre_hook(untraced(self._refuse_unfrozen)),
+            model.register_forward_hook(untraced(self._watch)),
+        ]
         replica.ask_before_gradients(self._begin)
 
     @contextmanager
@@ -56,7 +68,21 @@ class OwnTurns:
         self._ended = True
 
     def close(self) -> None:
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _refuse_unfrozen(self, *_: Any) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # past the guards of released ones
+            changed = [
+                info.name
+                for info, parameter in zip(self._infos, self._parameters)
+                if parameter.requires_grad != info.trainable
+            ]
+        if changed:
+            raise UsageError(
+                f"requires_grad of {changed[0]} changed, and its gradient would not be shared among ranks",
+                hint="Change it inside sharded.edit(lambda model: ...), on every rank.",
+            )
 
     def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
         if not in_backward():

@@ -51,6 +51,7 @@ class PublishedWeights:
         ]
 
     def unwatch(self) -> None:
+        self.open()
         for hook in self._hooks:
             hook.remove()
 
