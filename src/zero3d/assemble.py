@@ -78,7 +78,7 @@ def assemble(
         )
 
     randomness = Randomness(config.run.seed, axis.index, device)
-    randomness.watch(blocks)
+    randomness.watch(model, blocks)
     recomputed = recompute(model, blocks if config.recompute.mode == "block" else ())
     replica = replica_for(options_for(config), mesh.sharding, blueprint, split_units(model, blocks), dtypes, device)
     scaler = Scaler(enabled=dtypes.compute_rule is torch.float16)

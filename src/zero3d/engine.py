@@ -160,7 +160,8 @@ class Engine:
         self._mesh.enter_step(self._steps + 1)
         micro_batches = self._turns(batch)
         sent = {name: axis.sent_bytes for name, axis in self._mesh.axes.items()}
-        self.model.train()
+        if not self.model.training:  # Single modules may be in evaluation mode on purpose.
+            self.model.train()
         steps = self.config.run.steps
         lr = factor(self._updates, steps, self.config.optimizer)
         done = train_step(self._parts, micro_batches, self._steps, lr)

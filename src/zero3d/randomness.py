@@ -28,9 +28,9 @@ class Randomness:
         self._micro_batch: int | None = None
         self._hooks: list[RemovableHandle] = []
 
-    def watch(self, blocks: Sequence[nn.Module]) -> None:
+    def watch(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         self._hooks = [
-            block.register_forward_pre_hook(untraced(self._hook(number)))
+            block.register_forward_pre_hook(untraced(model)(self._hook(number)))
             for number, block in enumerate(blocks, start=1)
         ]
 

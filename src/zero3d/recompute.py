@@ -5,7 +5,7 @@ activations and runs the block again when backward first needs one.
 """
 
 import inspect
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,7 +19,7 @@ from zero3d.errors import UsageError
 class Recomputed:
     """Recomputes one block."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, untraced: Callable[[Any], Any]) -> None:
         self._block = block
         self._again = False
         self._running: list[Generator[None, None, None] | None] = []
@@ -73,7 +73,7 @@ def recompute(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Recomputed]
             "the model is compiled as a whole, and recomputation runs single blocks, which are not",
             hint='Compile each block instead (block.compile()), or set recompute.mode = "none".',
         )
-    return [Recomputed(block) for block in blocks]
+    return [Recomputed(block, untraced(model)) for block in blocks]
 
 
 def in_backward() -> bool:
@@ -81,10 +81,13 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def untraced(hook: Any) -> Any:
-    """`hook` as torch.compile shall see it, where the user compiles modules with their hooks: a call to be made as it
-    is, between two graphs."""
-    return torch.compiler.disable(hook)
+def untraced(model: nn.Module) -> Callable[[Any], Any]:
+    """What makes a hook of one of `model`'s modules what torch.compile shall see, where the user compiles modules with
+    their hooks: a call to be made as it is, between two graphs. Without such modules hooks stay what they are, as each
+    call of another costs microseconds."""
+    if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
+        return torch.compiler.disable
+    return lambda hook: hook
 
 
 def _checkpointing(block: nn.Module, contexts: Any, *args: Any, **kwargs: Any) -> Generator[None, None, None]:

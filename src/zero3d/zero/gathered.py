@@ -1,7 +1,7 @@
 """Level 3: a rank keeps its shard of the weights; a bucket is whole only while somebody uses it.
 
     hold   one more user; the gather starts if the bucket is not there or coming
-    ready  waits until it is there
+    take   the same, and waits until it is there
     drop   one user less; without any the memory goes back to the pool
 
 `use.py` decides who uses what and when.
@@ -46,6 +46,7 @@ class GatheredWeights:
         self._prefetch = prefetch
         self._places: dict[Bucket, Place] = {}
         self._place_of: dict[str, Place] = {}
+        self._places_of: dict[tuple[str, ...], Sequence[Place]] = {}
         self._uses: Uses | None = None
 
     def adopt(
@@ -110,8 +111,12 @@ class GatheredWeights:
         for place in self._named(names):
             self._hold(place)
 
-    def ready(self, names: Iterable[str]) -> None:
-        for place in self._named(names):
+    def take(self, names: Iterable[str]) -> None:
+        """One more user, who needs it now."""
+        places = self._named(names)
+        for place in places:
+            self._hold(place)
+        for place in places:
             self._ready(place)
 
     def drop(self, names: Iterable[str]) -> None:
@@ -123,8 +128,12 @@ class GatheredWeights:
         for place in self._named(names):
             self._start(place)
 
-    def _named(self, names: Iterable[str]) -> Iterable[Place]:
-        return dict.fromkeys(self._place_of[name] for name in names)
+    def _named(self, names: Iterable[str]) -> Sequence[Place]:
+        key = tuple(names)
+        found = self._places_of.get(key)
+        if found is None:
+            found = self._places_of[key] = tuple(dict.fromkeys(self._place_of[name] for name in key))
+        return found
 
     def _start(self, place: Place) -> None:
         if place.coming is None and not place.window.shown:

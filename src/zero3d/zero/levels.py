@@ -225,6 +225,7 @@ def _shard_and_lane(
     at_once = not level.shards_optimizer and plain and axis.one_call_sums
     lane = Lane(
         bucket,
+        [parameter for _, parameter in holding.parameters],
         kept=None if options.reduce_every_turn else held,
         landing=landing,
         spread=None if level.shards_optimizer or at_once else held,

@@ -43,8 +43,8 @@ class OwnTurns:
         self._accumulating = False
         # The backward of what the whole model gave begins here, before any gradient of a parameter is there.
         self._hooks = [
-            model.register_forward_pre_hook(untraced(self._refuse_unfrozen)),
-            model.register_forward_hook(untraced(self._watch)),
+            model.register_forward_pre_hook(untraced(model)(self._refuse_unfrozen)),
+            model.register_forward_hook(untraced(model)(self._watch)),
         ]
         replica.ask_before_gradients(self._begin)
 
@@ -86,7 +86,9 @@ class OwnTurns:
 
     def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
         if not in_backward():
-            self._running = False  # It still is where a backward ended with an error.
+            if self._running:  # A backward ended with an error.
+                self._running = False
+                self._replica.give_up_turn()
             for tensor in needing_grad(tensors_in(output)):
                 tensor.register_hook(self._begin)
 

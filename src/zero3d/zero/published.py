@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero3d.comm.bucket import Bucket
+from zero3d.comm.done import DONE
 from zero3d.contracts import Axis, Pending
 from zero3d.mapped import kept_copy
 from zero3d.recompute import untraced
@@ -45,8 +46,9 @@ class PublishedWeights:
         return holding
 
     def watch(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        plain = untraced(model)
         self._hooks = [
-            unit.module.register_forward_pre_hook(untraced(lambda *_, names=unit.needs: self._wait_for(*names)))
+            unit.module.register_forward_pre_hook(plain(lambda *_, names=unit.needs: self._wait_for(*names)))
             for unit in units
         ]
 
@@ -62,7 +64,10 @@ class PublishedWeights:
         shard.narrow()
         bucket = shard.bucket
         flat = self._holdings[bucket].flat
-        self._coming[bucket] = self._axis.all_gather(flat, shard.weights, f"weights of {bucket.label}")
+        coming = self._axis.all_gather(flat, shard.weights, f"weights of {bucket.label}")
+        if coming is DONE:
+            return
+        self._coming[bucket] = coming
         self._guards[bucket].close()
         if not self._overlap:
             self._receive(bucket)

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero3d.comm.bucket import Bucket
 from zero3d.comm.flat import Pool
@@ -24,6 +24,10 @@ from zero3d.contracts import Axis, Pending
 from zero3d.errors import DivergedError
 from zero3d.exact import group_norms
 
+SMALL = 1 << 16
+"""Elements of sums whose norms are not worth a call of their own."""
+COLLECTED = 1 << 17
+"""Elements of small gradients that wait to be collected with one call."""
 IN_FLIGHT = 3
 """Reductions under way at once; the next one waits for the oldest, which bounds the memory they use."""
 
@@ -40,6 +44,7 @@ class Lane:
     def __init__(
         self,
         bucket: Bucket,
+        parameters: Sequence[nn.Parameter],
         *,
         kept: Tensor | None,
         landing: Tensor,
@@ -51,19 +56,24 @@ class Lane:
         self.bucket = bucket
         self.landing = landing
         self.spread = spread
-        self.fires = [0] * len(bucket.slots)
         self.arrivals = [0] * len(bucket.slots)
         self.started = False
         self.norms: Tensor | None = None
         self.kept = kept
         self.wire = wire
+        self._parameters = parameters
         self._at_once = at_once
         self._pool = pool
         self._expected = [1] * len(bucket.slots)
+        self._came = [0] * len(bucket.slots)
+        self._collected: set[int] = set()
+        self._waiting: list[int] = []
+        self._waiting_elements = 0
         self._missing = len(bucket.slots)
-        self._sizes = _sizes(bucket)
         self._buffer: Tensor | None = None
-        self._parts: Sequence[Tensor] = kept.split(self._sizes) if kept is not None else ()
+        self._kept_parts = self._cut(kept) if kept is not None else None
+        self._parts = self._kept_parts
+        self._parts_of: dict[int, list[Tensor]] = {}
         self._first = True
         self._reduced = False
         self._before: Tensor | None = None
@@ -74,8 +84,12 @@ class Lane:
         self._first = first or again
         self._reduced = False
         self.started = False
-        self.fires = [0] * len(self.fires)
-        self._missing = len(self.fires)
+        for index in self._waiting:  # of a backward that ended with an error
+            self._parameters[index].grad = None
+        self._came = [0] * len(self._came)
+        self._collected.clear()
+        self._waiting, self._waiting_elements = [], 0
+        self._missing = len(self._came)
         if first:
             self.arrivals = [0] * len(self.arrivals)
 
@@ -83,24 +97,44 @@ class Lane:
     def complete(self) -> bool:
         return not self._missing
 
-    def add(self, index: int, gradient: Tensor | None) -> None:
-        """A gradient of parameter `index`; a second one in the same turn adds to the first. None: it came, and is
-        left out."""
+    def arrived(self, index: int) -> bool:
+        """A gradient of parameter `index` is there. -> whether it is time to `collect`."""
         if self.started:
             raise DivergedError(
                 f"a gradient of {self.bucket.slots[index].name} came after its reduction had started",
                 hint="A parameter gave more gradients in one backward than before (reentrant checkpointing of a "
                 "reused module?). Set zero.overlap = false.",
             )
-        part = self._collecting(index)
-        adds = bool(self.fires[index]) or (self.kept is not None and not self._first)
-        if gradient is not None:
-            part.add_(gradient) if adds else part.copy_(gradient)
-            self.arrivals[index] += 1
-        elif not adds:
-            part.zero_()
-        self.fires[index] += 1
-        self._missing -= self.fires[index] == self._expected[index]
+        self._came[index] += 1
+        self._waiting.append(index)
+        self._waiting_elements += self.bucket.slots[index].numel
+        if self._came[index] == self._expected[index]:
+            self._missing -= 1
+        return not self._missing or self._waiting_elements >= COLLECTED
+
+    @torch.no_grad()
+    def collect(self, *, counts: bool) -> None:
+        """Takes the gradients that are there: copied, or added to what came before. Not `counts`: they are left out."""
+        with torch._C.DisableTorchFunctionSubclass():  # parameters may be released, and guarded, by now
+            copied: tuple[list[Tensor], list[Tensor]] = [], []
+            added: tuple[list[Tensor], list[Tensor]] = [], []
+            for index in self._waiting:
+                gradient, self._parameters[index].grad = self._parameters[index].grad, None
+                if gradient is None or not counts:  # it came twice, and is one by now
+                    continue
+                if gradient.layout is not torch.strided:
+                    gradient = gradient.to_dense()
+                adds = index in self._collected or (self.kept is not None and not self._first)
+                parts, gradients = added if adds else copied
+                parts.append(self._collecting(index))
+                gradients.append(gradient)
+                self._collected.add(index)
+                self.arrivals[index] += 1
+            if copied[0]:
+                torch._foreach_copy_(*copied)
+            if added[0]:
+                torch._foreach_add_(*added)
+        self._waiting, self._waiting_elements = [], 0
 
     def forget(self, names: Collection[str]) -> None:
         """The sums of micro-batches of these parameters begin anew."""
@@ -110,10 +144,12 @@ class Lane:
 
     def close(self) -> None:
         """What did not arrive is zero."""
-        for index, fires in enumerate(self.fires):
-            if not fires and (self.kept is None or self._first):
-                self._collecting(index).zero_()
-        self._expected = [max(fires, before) for fires, before in zip(self.fires, self._expected)]
+        if len(self._collected) < len(self._came) and (self.kept is None or self._first):
+            for index in range(len(self._came)):
+                if index not in self._collected:
+                    self._collecting(index).zero_()
+        if self._came != self._expected:
+            self._expected = [max(came, before) for came, before in zip(self._came, self._expected)]
 
     def start(self, axis: Axis) -> Pending:
         """Sends what was collected; once waited for, `landing` holds the sum, added to the turns before."""
@@ -130,17 +166,17 @@ class Lane:
         return axis.reduce_scatter(self.landing, self._buffer, label, add=self.kept is None and not self._first)
 
     def landed(self, *, final: bool) -> None:
-        """The buffer is free again. `final`: the sum is whole; its norms are taken while others are on their way."""
+        """The buffer is free again. `final`: the sum is whole; norms of a large one are taken while others are on their
+        way."""
         if self._before is not None:
             self._total.add_(self._before)
             self._before = None
         self._reduced = final and self.kept is not None
-        if final:
+        if final and self.landing.numel() >= SMALL:
             self.norms = group_norms(self.landing)
         if self._buffer is not None:
             self._pool.give(self._buffer, self._key)
-            self._buffer = None
-            self._parts = self._parts if self.kept is not None else ()
+            self._buffer, self._parts = None, self._kept_parts
 
     @property
     def _total(self) -> Tensor:
@@ -154,16 +190,19 @@ class Lane:
 
     def _collecting(self, index: int) -> Tensor:
         """Where a parameter's gradient is collected."""
-        if not self._parts:
+        if self._parts is None:
             self._buffer = self._pool.take(self.bucket.numel, self.wire, self._key)
-            self._parts = self._buffer.split(self._sizes)
-        return self._parts[2 * index]
+            key = self._buffer.data_ptr()  # the pool's few buffers come again and again
+            self._parts = self._parts_of.get(key) or self._parts_of.setdefault(key, self._cut(self._buffer))
+        return self._parts[index]
 
-
-def _sizes(bucket: Bucket) -> list[int]:
-    """Of each slot and of the gap behind it."""
-    ends = [slot.offset for slot in bucket.slots[1:]] + [bucket.numel]
-    return [size for slot, end in zip(bucket.slots, ends) for size in (slot.numel, end - slot.offset - slot.numel)]
+    def _cut(self, flat: Tensor) -> list[Tensor]:
+        """The slots of `flat`, each in its parameter's shape."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [
+                flat[slot.offset : slot.offset + slot.numel].view(parameter.shape)
+                for slot, parameter in zip(self.bucket.slots, self._parameters)
+            ]
 
 
 class Reducer:
@@ -195,17 +234,19 @@ class Reducer:
         self._reducing = last or self._every_turn
         self._tasks = set()
 
-    def arrived(self, lane: Lane, index: int, gradient: Tensor) -> None:
+    def arrived(self, lane: Lane, index: int) -> None:
         """Called by autograd. In a backward inside a backward (reentrant checkpointing) one parameter may come
         again later, so nothing starts before the end."""
-        lane.add(index, gradient if self._counts else None)
-        self._tasks.add(torch._C._current_graph_task_id())
-        if self._reducing and self._overlap and len(self._tasks) == 1:
-            self._start_complete()
+        if lane.arrived(index):
+            lane.collect(counts=self._counts)
+            self._tasks.add(torch._C._current_graph_task_id())
+            if self._reducing and self._overlap and len(self._tasks) == 1:
+                self._start_complete()
 
     def end(self) -> None:
         for lane in self._lanes:
             if not lane.started:
+                lane.collect(counts=self._counts)
                 lane.close()
         if self._reducing:
             while self._next < len(self._lanes):

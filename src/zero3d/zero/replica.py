@@ -10,6 +10,7 @@ from zero3d.comm.done import DONE
 from zero3d.comm.flat import Pool
 from zero3d.comm.ranges import elements, put
 from zero3d.contracts import Axis
+from zero3d.exact import group_norms
 from zero3d.params import ParamInfo
 from zero3d.zero.holding import Holding, Weights
 from zero3d.zero.reducer import Lane, Reducer
@@ -37,6 +38,7 @@ class ZeroReplica:
         self._frozen = frozen
         self._trained = trained
         self._reducer = reducer
+        self._in_turn = False
         self._before_gradient: Callable[[], None] = _nothing
         # Autograd holds what these hooks hold where Python's collector cannot see it: `close` lets go.
         self._hooks = [
@@ -55,11 +57,17 @@ class ZeroReplica:
     def begin_turn(self, first: bool, last: bool, *, counts: bool = True) -> None:
         """Before the first gradient of a backward."""
         self._reducer.begin(first, last, counts=counts)
+        self._in_turn = True
 
     def end_turn(self) -> None:
         """After a backward."""
+        self._in_turn = False
         self._reducer.end()
         self._weights.end_turn()
+
+    def give_up_turn(self) -> None:
+        """The backward ended with an error: the next gradient belongs to another turn."""
+        self._in_turn = False
 
     def forget(self, names: Collection[str]) -> None:
         """What these parameters' gradients added up to so far is zero."""
@@ -70,7 +78,7 @@ class ZeroReplica:
                     shard.gradient[piece.start : piece.stop].zero_()
 
     def ask_before_gradients(self, call: Callable[[], None]) -> None:
-        """`call` comes before each gradient is taken: where turns are not announced, it finds them."""
+        """`call` comes before a gradient outside of a turn: where turns are not announced, it finds them."""
         self._before_gradient = call
 
     def finish(self) -> Sequence[Shard]:
@@ -95,8 +103,14 @@ class ZeroReplica:
             self._weights.publish(shard)
 
     def norms(self) -> list[Tensor]:
-        """Norms of groups of 64 elements of what landed here, fp64, bucket by bucket."""
-        return [lane.norms for _, _, lane in self._trained if lane.norms is not None]
+        """Norms of groups of 64 elements of what landed here, fp64."""
+        lanes = [lane for _, _, lane in self._trained]
+        small: dict[torch.dtype, list[Tensor]] = {}
+        for lane in lanes:
+            if lane.norms is None:
+                small.setdefault(lane.landing.dtype, []).append(lane.landing)
+        together = [group_norms(torch.cat(landings)) for landings in small.values()]
+        return [*(lane.norms for lane in lanes if lane.norms is not None), *together]
 
     def arrivals(self) -> dict[str, int]:
         """How many gradients each trainable parameter got on this rank in the step."""
@@ -182,13 +196,9 @@ class ZeroReplica:
 
     def _arrival(self, lane: Lane, index: int) -> Callable[[nn.Parameter], None]:
         def arrived(parameter: nn.Parameter) -> None:
-            assert parameter.grad is not None
-            gradient = parameter.grad.detach()
-            parameter.grad = None
-            self._before_gradient()
-            if gradient.layout != torch.strided:
-                gradient = gradient.to_dense()
-            self._reducer.arrived(lane, index, gradient.reshape(-1))
+            if not self._in_turn:
+                self._before_gradient()
+            self._reducer.arrived(lane, index)
 
         return arrived
 

@@ -11,6 +11,7 @@ never differentiated holds nothing.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +28,7 @@ class Store(Protocol):
     """What `GatheredWeights` offers: all take parameter names."""
 
     def hold(self, names: Iterable[str]) -> None: ...
-    def ready(self, names: Iterable[str]) -> None: ...
+    def take(self, names: Iterable[str]) -> None: ...
     def drop(self, names: Iterable[str]) -> None: ...
     def start(self, names: Iterable[str]) -> None: ...
 
@@ -81,14 +82,16 @@ class Uses:
         self._lent: list[str] = []
         self._inside: list[tuple[Unit, list[tuple[Tensor, Any]]]] = []
         self._hooks: list[RemovableHandle] = []
+        hook = untraced(model)
         for unit in units:
+            enter, leave = hook(partial(_with, unit, self._enter)), hook(partial(_with, unit, self._leave))
             self._hooks += [
-                unit.module.register_forward_pre_hook(_with(unit, self._enter), with_kwargs=True, prepend=True),
-                unit.module.register_forward_hook(_with(unit, self._leave), always_call=True),
+                unit.module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
+                unit.module.register_forward_hook(leave, always_call=True),
             ]
         self._hooks += [
-            model.register_forward_pre_hook(untraced(self._enter_model), prepend=True),
-            model.register_forward_hook(untraced(self._leave_model), always_call=True),
+            model.register_forward_pre_hook(hook(self._enter_model), prepend=True),
+            model.register_forward_hook(hook(self._leave_model), always_call=True),
         ]
 
     def close(self) -> None:
@@ -106,8 +109,7 @@ class Uses:
         for other in [other for other in self._open if other.lingers and other is not visit.root]:
             other.over()
         self._open[visit] = None
-        self._store.hold(visit.names)
-        self._store.ready(visit.names)
+        self._store.take(visit.names)
         self._return([name for name in self._lent if name in visit.names])
         # Differentiated inside the forward, so what comes of it may be differentiated again.
         visit.lasts |= self._root is not None
@@ -130,15 +132,13 @@ class Uses:
         if in_backward():
             if self._open:
                 self._lent.append(name)
-                self._store.hold([name])
-                self._store.ready([name])
+                self._store.take([name])
             return bool(self._open)
         if self._root is None:
             return False
         self._outside.append(name)
         self._root.names = [*self._root.names, name]
-        self._store.hold([name])
-        self._store.ready([name])
+        self._store.take([name])
         return True
 
     def _return(self, names: Sequence[str]) -> None:
@@ -167,8 +167,7 @@ class Uses:
     def _enter(self, unit: Unit, args: Any, kwargs: Any) -> None:
         inputs = [(tensor, tensor.grad_fn) for tensor in needing_grad(tensors_in((args, kwargs)))]
         self._inside.append((unit, inputs))
-        self._store.hold(unit.needs)
-        self._store.ready(unit.needs)
+        self._store.take(unit.needs)
         if in_backward() or unit in self._fixed:
             return
         position = len(self._seen)
@@ -204,7 +203,10 @@ class Uses:
         # A leaf's gradient does not wait for what else the unit computed, and an input that was written to has
         # become an output.
         if inputs and all(made is not None and tensor.grad_fn is made for tensor, made in inputs):
-            register_multi_grad_hook([tensor for tensor, _ in inputs], visit.end_backward, mode="all")
+            if len(inputs) == 1:
+                inputs[0][0].register_hook(visit.end_backward)
+            else:
+                register_multi_grad_hook([tensor for tensor, _ in inputs], visit.end_backward, mode="all")
         else:
             visit.lingers = bool(inputs)
 
@@ -214,6 +216,6 @@ def _is_wrapped(tensor: Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
-def _with(unit: Unit, method: Any) -> Any:
+def _with(unit: Unit, method: Any, module: nn.Module, *rest: Any) -> None:
     """A module hook that hands the unit, not the module, to `method`."""
-    return untraced(lambda module, *rest: method(unit, *rest))
+    method(unit, *rest)
