@@ -75,7 +75,7 @@ class Plain:
         self._randomness = [Randomness(config.run.seed, index, device) for index in range(config.parallel.dp)]
         _, blocks = find_blocks(model, config.model.blocks)
         for one in self._randomness:
-            one.watch(blocks)
+            one.watch(model, blocks)
         self._updates = 0
 
     def _made(self, optimizer: OptimizerChoice) -> Iterator[torch.optim.Optimizer]:

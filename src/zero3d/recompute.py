@@ -87,7 +87,8 @@ def untraced(model: nn.Module) -> Callable[[Any], Any]:
     call of another costs microseconds."""
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
         return torch.compiler.disable
-    return lambda hook: hook
+    # A function, which copies of the model share: of a method they would have a copy, and of all that it belongs to.
+    return lambda hook: lambda *args, **kwargs: hook(*args, **kwargs)
 
 
 def _checkpointing(block: nn.Module, contexts: Any, *args: Any, **kwargs: Any) -> Generator[None, None, None]:

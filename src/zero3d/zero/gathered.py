@@ -2,11 +2,13 @@
 
     hold   one more user; the gather starts if the bucket is not there or coming
     take   the same, and waits until it is there
-    drop   one user less; without any the memory goes back to the pool
+    drop   one user less; without any the memory goes back to the pool, of a bucket that several units share once
+           another bucket is taken: the next unit is likely to want it
 
 `use.py` decides who uses what and when.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -33,6 +35,7 @@ class Place:
         self.window = window
         self.guard = guard
         self.users = 0
+        self.lingers = False
         self.coming: tuple[Pending, Tensor] | None = None
 
 
@@ -48,6 +51,7 @@ class GatheredWeights:
         self._place_of: dict[str, Place] = {}
         self._places_of: dict[tuple[str, ...], Sequence[Place]] = {}
         self._uses: Uses | None = None
+        self._lingering: Place | None = None
 
     def adopt(
         self, bucket: Bucket, parameters: Sequence[tuple[str, nn.Parameter]], initial: Tensor, dtype: torch.dtype
@@ -65,21 +69,27 @@ class GatheredWeights:
 
     def watch(self, model: nn.Module, units: Sequence[Unit]) -> None:
         self._uses = Uses(model, units, self, self._prefetch)
+        sharers = Counter(place for unit in units for place in set(self._named(unit.names)))
+        for place, number in sharers.items():
+            place.lingers = number > 1
 
     def unwatch(self) -> None:
         assert self._uses is not None
         self._uses.close()
 
     def leave(self) -> None:
+        self._stop_lingering()
         for place in self._places.values():
             self._forget(place)
             place.guard.open()
 
     def publish(self, shard: Shard) -> None:
+        self._stop_lingering()
         shard.narrow()
 
     def write(self, bucket: Bucket, span: slice, values: Tensor) -> None:
         place = self._places[bucket]
+        self._stop_lingering()
         self._forget(place)
         self._ready(place)
         put(place.holding.part, bucket.shard(self._axis.index), values, span)
@@ -89,6 +99,7 @@ class GatheredWeights:
     def end_turn(self) -> None:
         assert self._uses is not None
         self._uses.end_turn()
+        self._stop_lingering()
         for place in self._places.values():
             self._forget(place)
 
@@ -101,6 +112,7 @@ class GatheredWeights:
     def close(self) -> None:
         for place in self._places.values():
             self._drop(place)
+        self._stop_lingering()
 
     def held(self) -> Iterable[tuple[str, Tensor]]:
         for place in self._places.values():
@@ -114,6 +126,8 @@ class GatheredWeights:
     def take(self, names: Iterable[str]) -> None:
         """One more user, who needs it now."""
         places = self._named(names)
+        if self._lingering is not None and self._lingering not in places:
+            self._stop_lingering()
         for place in places:
             self._hold(place)
         for place in places:
@@ -158,8 +172,20 @@ class GatheredWeights:
     def _drop(self, place: Place) -> None:
         place.users -= 1
         assert place.users >= 0
-        if not place.users:
-            self._ready(place)
+        if place.users:
+            return
+        self._ready(place)
+        if place.lingers:
+            if self._lingering is not place:
+                self._stop_lingering()
+            self._lingering = place
+        else:
+            place.window.hide()
+            place.guard.close()
+
+    def _stop_lingering(self) -> None:
+        place, self._lingering = self._lingering, None
+        if place is not None and not place.users and place.window.shown:
             place.window.hide()
             place.guard.close()
 

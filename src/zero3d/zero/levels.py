@@ -76,15 +76,11 @@ def _sliver(total: float) -> float:
     return min(total / 16, 1e6)
 
 
-def _nothing(total: float) -> float:
-    return 0.0
-
-
 LEVELS = {
     0: Level(_whole, shards_optimizer=False, joined_bytes=_quarter, gathers=False),
     1: Level(_published, shards_optimizer=True, joined_bytes=_quarter, gathers=False),
     2: Level(_published, shards_optimizer=True, joined_bytes=_sliver, gathers=False),
-    3: Level(_gathered, shards_optimizer=True, joined_bytes=_nothing, gathers=True),
+    3: Level(_gathered, shards_optimizer=True, joined_bytes=_sliver, gathers=True),
 }
 
 

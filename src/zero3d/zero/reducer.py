@@ -73,6 +73,8 @@ class Lane:
         self._buffer: Tensor | None = None
         self._kept_parts = self._cut(kept) if kept is not None else None
         self._parts = self._kept_parts
+        # Buffers are shared by buckets of one make-up, so that the gaps between slots stay zero.
+        self._key = None if kept is not None else tuple((slot.offset, slot.numel) for slot in bucket.slots)
         self._parts_of: dict[int, list[Tensor]] = {}
         self._first = True
         self._reduced = False
@@ -182,11 +184,6 @@ class Lane:
     def _total(self) -> Tensor:
         """Where the sum over ranks lands."""
         return self.kept if self._at_once and self.kept is not None else self.landing
-
-    @property
-    def _key(self) -> object:
-        """Buffers are shared by buckets of one make-up, so that the gaps between slots stay zero."""
-        return None if self.kept is not None else tuple((slot.offset, slot.numel) for slot in self.bucket.slots)
 
     def _collecting(self, index: int) -> Tensor:
         """Where a parameter's gradient is collected."""

@@ -40,6 +40,8 @@ class Visit:
     another visit begins, or `lasts` until the turn is over.
     """
 
+    __slots__ = ("_in_backward", "_uses", "before", "lasts", "lingers", "names", "root")
+
     def __init__(self, uses: "Uses", names: Sequence[str], before: "Visit | None", root: "Visit | None") -> None:
         self._uses = uses
         self.names = names
@@ -50,7 +52,7 @@ class Visit:
         self._in_backward = False
 
     def begin_backward(self, *_: Any) -> None:
-        if self.root is not None:
+        if self.root is not None and not self.root._in_backward:
             self.root.begin_backward()
         if not self._in_backward:
             self._in_backward = True
@@ -110,7 +112,8 @@ class Uses:
             other.over()
         self._open[visit] = None
         self._store.take(visit.names)
-        self._return([name for name in self._lent if name in visit.names])
+        if self._lent:
+            self._return([name for name in self._lent if name in visit.names])
         # Differentiated inside the forward, so what comes of it may be differentiated again.
         visit.lasts |= self._root is not None
         ahead = visit.before
