@@ -81,7 +81,8 @@ class Model(Section):
     path: str | None = None
     """In place of a preset: `package.module:function` that returns an nn.Module; needs --allow-code."""
     blocks: str | None = None
-    """Path of the list of repeated blocks, such as "transformer.h"; found by itself when left out."""
+    """Path of the list of repeated blocks, such as "transformer.h", or several with commas; found by itself when left
+    out."""
     width: Annotated[int, Field(ge=1, le=1_000_000)] = 256
     """Preset: size of the residual stream."""
     layers: Annotated[int, Field(ge=1, le=10_000)] = 6
@@ -107,7 +108,8 @@ class Data(Section):
 
 class Optimizer(Section):
     name: str = "adamw"
-    """"adamw", or the name of any elementwise class in torch.optim, in any case."""
+    """"adamw", or the name of a class in torch.optim, in any case; one that looks at whole matrices needs
+    zero.whole_parameters."""
     lr: Rate = 1e-3
     """Peak learning rate."""
     betas: Annotated[tuple[Decay, Decay], FromList] = (0.9, 0.95)
@@ -143,8 +145,8 @@ class Zero(Section):
     level: int = 2
     """0 nothing sharded over dp, 1 optimizer state, 2 + gradients, 3 + parameters."""
     bucket_mb: Annotated[float, Field(gt=0)] = 16.0
-    """Largest flat buffer, in MB of its dtype; a block that is larger is cut into several buckets. At levels 0 and 1
-    small blocks that follow each other share one, of up to a quarter of the model."""
+    """Largest flat buffer, in MB of its dtype; a block that is larger is cut into several buckets. Small blocks
+    that follow each other share one, of a quarter of the model at most at levels 0 and 1, of 1 MB at 2 and 3."""
     prefetch: NotNegative = 1
     """Level 3: how many blocks are gathered ahead of use."""
     reduce: Literal["auto", "step", "micro-batch"] = "auto"
