@@ -186,6 +186,15 @@ class Access:
             raise UsageError(message, hint=hint)
 
 
+def refuse_sharded(model: nn.Module) -> None:
+    """Raises `UsageError` for a model whose parameters somebody shards already."""
+    if any(getattr(hook, "hook", hook) is _refuse_direct_loading for hook in model._load_state_dict_pre_hooks.values()):
+        raise UsageError(
+            "the model is sharded already",
+            hint="Close the engine, or what zero3d.shard gave, that has it; or pass another model.",
+        )
+
+
 def _choose(info: ParamInfo, part: Index) -> Choice:
     members = part if isinstance(part, tuple) else (part,)
     basic = all(one is None or one is ... or isinstance(one, int | slice) for one in members)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from zero3d import params
+from zero3d.access import refuse_sharded
 from zero3d.comm.mesh import Mesh
 from zero3d.comm.recorded_axis import RecordedAxis
 from zero3d.config import Config
@@ -66,6 +67,7 @@ def assemble(
     axis, device = mesh.axes["dp"], mesh.device
     blueprint = draw(source, config.run.seed)
     model = blueprint.model
+    refuse_sharded(model)
     infos = params.collect(model)
     dtypes = dtypes_for(config)
     dtypes.check(infos)

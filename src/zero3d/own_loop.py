@@ -24,16 +24,16 @@ import torch
 from torch import Tensor, nn
 
 from zero3d import params
-from zero3d.access import Access, Index
+from zero3d.access import Access, Index, refuse_sharded
 from zero3d.comm.diverged import diverged
 from zero3d.comm.mesh import Mesh, mesh_over, open_mesh, ranks_started
 from zero3d.comm.recorded_axis import RecordedAxis
 from zero3d.config import Config
 from zero3d.editing import edit
-from zero3d.errors import ConfigError, NonFiniteError
+from zero3d.errors import ConfigError, NonFiniteError, UsageError
 from zero3d.initial import draw
 from zero3d.layout import Layout
-from zero3d.optim.clip import Clip, clip
+from zero3d.optim.clip import clip
 from zero3d.optim.own import OwnOptimizers
 from zero3d.optim.tally import Part, Totals, agree
 from zero3d.params import ParamInfo
@@ -112,8 +112,9 @@ class Sharded:
         self._optimizers = OwnOptimizers(self._before_step, self._after_step)
         self._count: Tensor | int = 1
         self._totals: Totals | None = None
-        self._clipping: Clip | None = None
+        self._coefficient = 1.0
         self._divisor = 0
+        self._closed = False
         self._used: set[torch.optim.Optimizer] = set()
         self._parts = self._assemble(model)
 
@@ -149,17 +150,25 @@ class Sharded:
     def average_over(self, count: Tensor | int) -> None:
         """This step's losses are sums over `count` targets on this rank: gradients are divided by the targets of all
         ranks together. Without a call they are averaged over ranks, as DistributedDataParallel does."""
+        whole = torch.as_tensor(count)
+        if whole.is_floating_point() and bool(whole != whole.round()):
+            raise UsageError(f"{float(whole)} is no number of targets", hint="Give a whole number, or weigh the loss.")
+        if self._totals is not None and not self._used:
+            raise UsageError(
+                "average_over comes after the norm was asked for, and would change it",
+                hint="Call it before clip_grad_norm_, grad_norm and grad_of.",
+            )
         self._count = count
 
     def clip_grad_norm_(self, limit: float) -> float:
         """As torch.nn.utils.clip_grad_norm_ on the whole model: the norm before clipping. Collective."""
-        totals = self._settled()
-        self._clipping = clip(totals.squares, self._divisor, limit)
-        return self._clipping.norm
+        norm = self.grad_norm()
+        self._coefficient *= min(1.0, limit / (norm + 1e-6))
+        return norm
 
     def grad_norm(self) -> float:
-        """Of the averaged gradients, before clipping. Collective."""
-        return clip(self._settled().squares, self._divisor, 0.0).norm
+        """Of the averaged gradients, as clipped so far. Collective."""
+        return clip(self._settled().squares, self._divisor, 0.0).norm * self._coefficient
 
     @contextmanager
     def gathered(self, *, write: bool = False) -> Iterator[nn.Module]:
@@ -194,14 +203,26 @@ class Sharded:
         """`change(model)` on the whole model, the same on every rank: other modules, `requires_grad_` of some.
         Parameters of unchanged name and shape keep master weights and optimizer state; optimizers get slices of those
         in their groups that are trained now. A sum of gradients under way is dropped. Collective."""
+        self._refuse_closed()
+        self._closed = True
         self._parts = edit(self._parts, self._mesh.sharding, change, self._assemble)
+        self._closed = False
 
     def close(self) -> None:
-        """Gradients stay with the parameters again, and all hooks leave the model."""
+        """Gradients stay with the parameters again, and all hooks leave the model; weights can still be read."""
+        self._closed = True
         self._parts.close()
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise UsageError(
+                "what zero3d.shard gave is closed, or an edit of it has failed",
+                hint="Shard the model again, with new optimizers.",
+            )
 
     def _assemble(self, model: nn.Module) -> OwnParts:
         config, mesh = self._config, self._mesh
+        refuse_sharded(model)
         dtypes = dtypes_for(config)
         blueprint = draw(model, config.run.seed)
         infos = params.collect(model)
@@ -221,16 +242,24 @@ class Sharded:
             replica=replica,
             optimizer=self._optimizers,
             scaler=Scaler(enabled=False),
-            turns=OwnTurns(model, infos, replica, self._optimizers.slices, self._forget_totals),
+            turns=OwnTurns(
+                model,
+                infos,
+                replica,
+                self._optimizers.slices,
+                began=self._optimizers.forget_steps,
+                changed=self._forget_totals,
+            ),
             access=Access(model, infos, replica, mesh.axes["dp"]),
         )
 
     def _forget_totals(self) -> None:
-        self._totals = self._clipping = None
+        self._totals, self._coefficient = None, 1.0
         self._used.clear()
 
     def _settled(self) -> Totals:
         """All ranks' sums, once a step: known already where another optimizer has taken it."""
+        self._refuse_closed()
         parts = self._parts
         if self._used == set(self._optimizers.names_of):
             self._forget_totals()
@@ -263,7 +292,7 @@ class Sharded:
         self._used.add(optimizer)
         if len(self._used) > 1:  # Another optimizer of the same model has taken its step already.
             return
-        scale = (self._clipping.coefficient if self._clipping else 1.0) / self._divisor
+        scale = self._coefficient / self._divisor
         for one in self._parts.replica.shards:
             one.gradient.mul_(scale)
             one.scaled = scale

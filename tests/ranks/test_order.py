@@ -39,9 +39,9 @@ ORDER = {
     0: ["blocks.3 to norm", "blocks.2", "blocks.1", "blocks.0", "(root) to tokens"],
     1: ["blocks.3 to norm", "blocks.2", "blocks.1", "blocks.0", "(root) to tokens"],
     2: ["norm", "blocks.3", "blocks.2", "blocks.1", "blocks.0", "(root) to tokens"],
-    3: ["norm", "blocks.3", "blocks.2", "blocks.1", "blocks.0", "tokens", "(root)"],
+    3: ["norm", "blocks.3", "blocks.2", "blocks.1", "blocks.0", "(root) to tokens"],
 }
-"""Small neighbours share a bucket, of up to a quarter of the model at levels 0 and 1, a sixteenth at 2."""
+"""Small neighbours share a bucket, of up to a quarter of the model at levels 0 and 1, a sixteenth at 2 and 3."""
 
 
 def reductions(log: list[str]) -> list[str]:

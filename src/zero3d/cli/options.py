@@ -3,6 +3,19 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ConfigPath = Annotated[Path, typer.Argument(help="A TOML file, such as examples/demo.toml.", metavar="CONFIG")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set one key, such as zero.level=3. May be repeated."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON lines for programs on stdout.")]
+AllowCode = Annotated[bool, typer.Option("--allow-code", help="Allow model.path to import and run your Python code.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Tracebacks, and all that ranks print.")]
+"""Options that verbs have in common."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ import typer
 
 from zero3d.cli import checks
 from zero3d.cli.failure import Interrupted, as_known
-from zero3d.cli.options import Options
+from zero3d.cli.options import AllowCode, AsJson, ConfigPath, Debug, Options, Settings
 from zero3d.cli.rank import PARENT, STEP_FILE, TOKENS, StepFile, run_as_rank
 from zero3d.config import Config
 from zero3d.records import METRICS
@@ -35,7 +35,7 @@ FILE_WIDTH = 100
 
 
 def command(
-    config: Annotated[Path, typer.Argument(help="A TOML file, such as examples/demo.toml.", metavar="CONFIG")],
+    config: ConfigPath,
     ranks: Annotated[
         int | None,
         typer.Option(
@@ -45,15 +45,10 @@ def command(
             help="Ranks to start on this machine. Left out: parallel.dp, or one a GPU, or one a CPU core.",
         ),
     ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Set one key, such as zero.level=3. May be repeated."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON lines for programs on stdout.")] = False,
-    allow_code: Annotated[
-        bool, typer.Option("--allow-code", help="Allow model.path to import and run your Python code.")
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks, and all that ranks print.")] = False,
+    settings: Settings = None,
+    as_json: AsJson = False,
+    allow_code: AllowCode = False,
+    debug: Debug = False,
 ) -> None:
     """Train a model as CONFIG says."""
     options = Options(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zero3d.cli import train
-from zero3d.cli.options import Options
+from zero3d.cli.options import AllowCode, AsJson, ConfigPath, Debug, Options, Settings
 from zero3d.cli.rank import PARENT, run_as_rank
 from zero3d.config import Config
 from zero3d.records import as_line
@@ -40,20 +40,15 @@ CAUSES = {
 
 
 def command(
-    config: Annotated[Path, typer.Argument(help="A TOML file, such as examples/demo.toml.", metavar="CONFIG")],
+    config: ConfigPath,
     ranks: Annotated[
         int | None, typer.Option("-n", "--ranks", min=1, help="Ranks to start on this machine; as for train.")
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to compare.")] = 5,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Set one key, such as zero.level=3. May be repeated."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON lines for programs on stdout.")] = False,
-    allow_code: Annotated[
-        bool, typer.Option("--allow-code", help="Allow model.path to import and run your Python code.")
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks, and all that ranks print.")] = False,
+    settings: Settings = None,
+    as_json: AsJson = False,
+    allow_code: AllowCode = False,
+    debug: Debug = False,
 ) -> None:
     """Compare the training that CONFIG says with the same in one plain process."""
     options = Options(

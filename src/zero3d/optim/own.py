@@ -1,6 +1,6 @@
 """Torch optimizers that the user made and steps: from now on they update this rank's slices of the parameters."""
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -31,6 +31,8 @@ class OwnOptimizers:
         self.slices: dict[str, nn.Parameter] = {}
         self._shards: Sequence[Shard] = ()
         self.names_of: dict[torch.optim.Optimizer, frozenset[str]] = {}
+        self._sizes: dict[torch.optim.Optimizer, int] = {}
+        self._depth: Counter[torch.optim.Optimizer] = Counter()
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises `UsageError` for one that cannot work on slices."""
@@ -40,18 +42,20 @@ class OwnOptimizers:
                 f"optimizer {kind} looks at whole matrices, and here it would get slices of them",
                 hint='Use zero3d.Engine with zero.whole_parameters = ["auto"].',
             )
-        if optimizer.state:
-            raise UsageError(
-                f"{kind} has taken a step already, and its state is not sharded",
-                hint="Call zero3d.shard before the first optimizer.step().",
-            )
+        states = self._first_states(optimizer)
         if not self._place(optimizer):
             raise UsageError(
                 f"{kind} has no trainable parameter of the sharded model",
                 hint="Make it from model.parameters() before zero3d.shard, or from sharded.parameters().",
             )
-        optimizer.register_step_pre_hook(lambda optimizer, *_: self._before(optimizer))
-        optimizer.register_step_post_hook(lambda optimizer, *_: self._after(optimizer))
+        optimizer.state.clear()
+        self.set_states(states)
+        optimizer.register_step_pre_hook(self._begin)
+        optimizer.register_step_post_hook(self._end)
+
+    def forget_steps(self) -> None:
+        """A backward begins: no step is under way, even if one ended with an error."""
+        self._depth.clear()
 
     def cut(self, model: nn.Module, infos: Sequence[ParamInfo], shards: Sequence[Shard], device: torch.device) -> None:
         """`slices` are this rank's of each trainable parameter, empty where it has none; known optimizers get them."""
@@ -66,11 +70,13 @@ class OwnOptimizers:
             if info.trainable and info.numel
         }
         self._shards = shards
-        self._names.update((piece, name) for name, piece in self.slices.items())
-        self._names.update((parameter, name) for name, parameter in model.named_parameters())
+        now: dict[nn.Parameter, str] = {piece: name for name, piece in self.slices.items()}
+        now.update((parameter, name) for name, parameter in model.named_parameters())
+        self._names.update(now)  # Groups have what was before.
         for optimizer in self.names_of:
             optimizer.state.clear()
             self._place(optimizer)
+        self._names = now
 
     def state_of(self, shard: Shard) -> Mapping[str, Mapping[str, Tensor]]:
         """By parameter name: what optimizers keep for this rank's slices of `shard`."""
@@ -100,16 +106,62 @@ class OwnOptimizers:
                                 state[key] = value.new_zeros(piece.stop - piece.start)
                                 state[key][: piece.numel] = value[piece.begin : piece.begin + piece.numel]
 
+    def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # A subclass may call the step of its class inside its own, and both call this.
+        self._depth[optimizer] += 1
+        if self._depth[optimizer] > 1:
+            return
+        try:
+            if len(args) > 1 or kwargs.get("closure") is not None:
+                raise UsageError(
+                    "optimizer.step was given a closure, whose gradients would come too late to be summed over ranks",
+                    hint="Call backward first, and optimizer.step() without a closure.",
+                )
+            if sum(len(group["params"]) for group in optimizer.param_groups) != self._sizes[optimizer]:
+                self._place(optimizer)  # There are groups that came later.
+            self._before(optimizer)
+        except BaseException:
+            self._depth[optimizer] = 0
+            raise
+
+    def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth[optimizer] -= 1
+        if self._depth[optimizer] == 0:
+            self._after(optimizer)
+
+    def _first_states(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+        """What an optimizer keeps from the start, whole and flat, by parameter name."""
+        if any(float(state.get("step", 1)) for state in optimizer.state.values()):
+            raise UsageError(
+                f"{type(optimizer).__name__} has taken a step already, and its state is not sharded",
+                hint="Call zero3d.shard before the first optimizer.step().",
+            )
+        names = {id(parameter): name for parameter, name in self._names.items()}
+        return {
+            names[id(parameter)]: {
+                key: value.detach().reshape(-1) if isinstance(value, Tensor) and value.dim() else value
+                for key, value in state.items()
+            }
+            for parameter, state in optimizer.state.items()
+            if id(parameter) in names
+        }
+
     def _place(self, optimizer: torch.optim.Optimizer) -> bool:
         """Puts slices where their parameters are named, and the model's own where they are frozen now; whether there
-        are slices."""
+        are slices. What is named twice stays where it was put last."""
         own = {name: one for one, name in self._names.items() if name not in self.slices}
         names: set[str] = set()
-        for group in optimizer.param_groups:
-            known = [self._names.get(one, "") for one in group["params"]]
-            group["params"] = [self.slices.get(name, own.get(name, one)) for name, one in zip(known, group["params"])]
-            names.update(name for name in known if name in self.slices)
+        for group in reversed(optimizer.param_groups):
+            kept = []
+            for one in group["params"]:
+                name = self._names.get(one, "")
+                if name not in names:
+                    kept.append(self.slices.get(name, own.get(name, one)))
+                if name in self.slices:
+                    names.add(name)
+            group["params"] = kept
         self.names_of[optimizer] = frozenset(names)
+        self._sizes[optimizer] = sum(len(group["params"]) for group in optimizer.param_groups)
         return bool(names)
 
 

@@ -34,7 +34,7 @@ def is_elementwise(name: str, build: OptimizerFactory) -> bool:
         raise
     except Exception:  # whatever the user's optimizer thinks of a flat tensor
         return False
-    return torch.allclose(whole.view(-1), parts, rtol=1e-5, atol=1e-7)
+    return torch.allclose(whole.view(-1), parts, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
 def keeps_apart(name: str, build: OptimizerFactory) -> bool:
@@ -42,7 +42,7 @@ def keeps_apart(name: str, build: OptimizerFactory) -> bool:
     starts = [_matrix(), _matrix().flip(0).contiguous()]
     together = _run(name, build, starts)
     apart = [_updated(build, [start], [offset])[0] for start, offset in zip(starts, _offsets(starts))]
-    return all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(together, apart))
+    return all(torch.allclose(one, other, rtol=1e-5, atol=1e-7, equal_nan=True) for one, other in zip(together, apart))
 
 
 def refusal_of(build: OptimizerFactory, shape: Sequence[int]) -> str:

@@ -90,4 +90,10 @@ class ModelStage:
                 f"the loss function returned {what}",
                 hint="It must return (sum over the counted targets, their number), or one mean: a 0-dim tensor.",
             )
-        return loss, torch.as_tensor(count, dtype=torch.int64, device=loss.device)
+        counted = torch.as_tensor(count, device=loss.device)
+        if counted.is_floating_point() and bool(counted != counted.round()):
+            raise UsageError(
+                f"the loss function counted {float(counted)} targets",
+                hint="The count must be a whole number. Weights of targets belong into the sum.",
+            )
+        return loss, counted.to(torch.int64)

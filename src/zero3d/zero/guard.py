@@ -5,6 +5,7 @@ metadata pass; for all others `touched` either makes the data come, and the call
 `ReleasedParameterError`. Unguarded it is what the user made.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,4 +97,9 @@ def _guarded(base: type[nn.Parameter], name: str, touched: Touched) -> type[nn.P
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 
-    return type(base.__name__, (base,), {"__torch_function__": classmethod(look), "__module__": base.__module__})
+    def copied(self: nn.Parameter, memo: dict[int, Any]) -> Any:
+        touched(name)  # which takes the guard off, so that the copy is not guarded
+        return copy.deepcopy(self, memo)
+
+    members = {"__torch_function__": classmethod(look), "__deepcopy__": copied, "__module__": base.__module__}
+    return type(base.__name__, (base,), members)

@@ -21,6 +21,7 @@ from zero3d.zero.replica import ZeroReplica
 class OwnTurns:
     """Tells `replica` when backwards begin and end, and gives `pieces`, the slices by name, their gradients.
 
+    began: called when the user's backward begins
     changed: called when the sum is about to become another
     """
 
@@ -30,14 +31,19 @@ class OwnTurns:
         infos: Sequence[ParamInfo],
         replica: ZeroReplica,
         pieces: Mapping[str, nn.Parameter],
+        *,
+        began: Callable[[], None],
         changed: Callable[[], None],
     ) -> None:
+        self._began = began
         self._infos = infos
         self._parameters = [model.get_parameter(info.name) for info in infos]
         self._replica = replica
         self._pieces = pieces
         self._changed = changed
         self._running = False
+        self._broken = False
+        self._graph = False
         self._ended = True
         self._reduced = True
         self._accumulating = False
@@ -59,6 +65,7 @@ class OwnTurns:
 
     def settle(self) -> None:
         """The sum is whole: what this rank has not reduced yet, or not computed at all, is reduced now."""
+        self._refuse_broken()
         if self._ended or self._cleared or not self._reduced:
             self._open(last=True)
             self._close()
@@ -86,35 +93,55 @@ class OwnTurns:
 
     def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
         if not in_backward():
-            if self._running:  # A backward ended with an error.
-                self._running = False
-                self._replica.give_up_turn()
+            self._notice_error()
             for tensor in needing_grad(tensors_in(output)):
                 tensor.register_hook(self._begin)
 
+    def _notice_error(self) -> None:
+        """A backward that still runs outside of any ended with an error."""
+        if self._running:
+            self._running, self._broken = False, True
+            self._replica.give_up_turn()
+
+    def _refuse_broken(self) -> None:
+        self._notice_error()
+        if self._broken and not self._cleared and not self._ended:
+            raise UsageError(
+                "the backward before ended with an error, and left a part of the gradients",
+                hint="Call optimizer.zero_grad() before going on.",
+            )
+        self._broken = False
+
     def _begin(self, *_: Any) -> None:
         if not self._running:
+            self._refuse_broken()
+            self._began()
             self._open(last=not self._accumulating)
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
 
     def _open(self, last: bool) -> None:
         self._changed()
         first = self._ended or self._cleared
-        if not first:
+        if not first and any(piece.grad is None for piece in self._pieces.values()):
+            self._replica.finish(keep=True)  # What is under way would land on what is forgotten.
             self._replica.forget({name for name, piece in self._pieces.items() if piece.grad is None})
         self._replica.begin_turn(first, last)
         self._running, self._ended, self._reduced = True, False, last
+        self._graph = torch.is_grad_enabled() and in_backward()  # of the gradients, which may be differentiated too
 
     def _close(self) -> None:
         self._running = False
-        self._replica.end_turn()
+        self._replica.end_turn(keep=self._graph)
         if self._reduced:
-            for shard in self._replica.finish():
+            for shard in self._replica.finish(keep=self._graph):
                 shard.coming.wait()
         # Slices without elements have a gradient too: whether there is one tells what the user cleared.
         gradients: dict[str, Tensor] = {name: torch.empty_like(piece) for name, piece in self._empty}
         for shard in self._replica.shards:
-            gradients.update((piece.name, shard.gradient[piece.start : piece.stop]) for piece in shard.pieces)
+            # What is not reduced yet is nothing to look at or write to.
+            whole = shard.gradient if self._reduced else torch.zeros((), device=shard.gradient.device)
+            whole = whole.expand(shard.gradient.shape)
+            gradients.update((piece.name, whole[piece.start : piece.stop]) for piece in shard.pieces)
         for name, parameter in self._pieces.items():
             parameter.grad = gradients[name]
 

@@ -59,11 +59,12 @@ class ZeroReplica:
         self._reducer.begin(first, last, counts=counts)
         self._in_turn = True
 
-    def end_turn(self) -> None:
-        """After a backward."""
+    def end_turn(self, *, keep: bool = False) -> None:
+        """After a backward. `keep`: another goes through its graph, and wants the same weights."""
         self._in_turn = False
         self._reducer.end()
-        self._weights.end_turn()
+        if not keep:
+            self._weights.end_turn()
 
     def give_up_turn(self) -> None:
         """The backward ended with an error: the next gradient belongs to another turn."""
@@ -81,8 +82,10 @@ class ZeroReplica:
         """`call` comes before a gradient outside of a turn: where turns are not announced, it finds them."""
         self._before_gradient = call
 
-    def finish(self) -> Sequence[Shard]:
+    def finish(self, *, keep: bool = False) -> Sequence[Shard]:
         spreading = self._reducer.finish()
+        if not keep:
+            self._weights.end_turn()  # A forward that ended with an error may have left some in use.
         for _, shard, lane in self._trained:
             shard.scaled = 1.0
             shard.coming = spreading.get(lane, DONE)

@@ -10,7 +10,7 @@ differentiated at once (reentrant checkpointing) or never (the other kind); both
 never differentiated holds nothing.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -83,6 +83,10 @@ class Uses:
         self._open: dict[Visit, None] = {}
         self._lent: list[str] = []
         self._inside: list[tuple[Unit, list[tuple[Tensor, Any]]]] = []
+        self._modules = {unit: tuple(unit.module.modules()) for unit in units}
+        blocks = {id(module) for unit in units if unit.is_block for module in self._modules[unit]}
+        self._outside_modules = [module for module in model.modules() if id(module) not in blocks]
+        self._aside: dict[nn.Module, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
         hook = untraced(model)
         for unit in units:
@@ -105,6 +109,8 @@ class Uses:
         for visit in list(self._open):
             visit.over()
         self._return(self._lent)
+        self._last = None
+        self._aside.clear()
 
     def began(self, visit: Visit) -> None:
         # Autograd runs what was computed later first: when an earlier unit's backward begins, a later one's is over.
@@ -114,8 +120,8 @@ class Uses:
         self._store.take(visit.names)
         if self._lent:
             self._return([name for name in self._lent if name in visit.names])
-        # Differentiated inside the forward, so what comes of it may be differentiated again.
-        visit.lasts |= self._root is not None
+        # Differentiated inside the forward, or with a graph of its own: what comes of it may be differentiated again.
+        visit.lasts |= self._root is not None or torch.is_grad_enabled()
         ahead = visit.before
         for _ in range(self._prefetch):
             if ahead is not None:
@@ -164,14 +170,22 @@ class Uses:
             return
         visit, self._root = self._root, None
         self._store.drop(visit.names)
-        for tensor in needing_grad(tensors_in(output)):
+        for tensor in needing_grad((*tensors_in(output), *self._put_aside(self._outside_modules))):
             tensor.register_hook(visit.begin_backward)
+
+    def _put_aside(self, modules: Sequence[nn.Module]) -> Iterator[Tensor]:
+        """Tensors that a forward left as attributes of its modules, such as an auxiliary loss: outputs too."""
+        for module in modules:
+            for value in vars(module).values():
+                if isinstance(value, Tensor) and value.grad_fn is not None and self._aside.get(module) is not value:
+                    self._aside[module] = value
+                    yield value
 
     def _enter(self, unit: Unit, args: Any, kwargs: Any) -> None:
         inputs = [(tensor, tensor.grad_fn) for tensor in needing_grad(tensors_in((args, kwargs)))]
         self._inside.append((unit, inputs))
         self._store.take(unit.needs)
-        if in_backward() or unit in self._fixed:
+        if in_backward() or unit in self._fixed or self._root is None:
             return
         position = len(self._seen)
         self._seen.append(unit.needs)
@@ -190,7 +204,8 @@ class Uses:
         if not torch.is_grad_enabled():
             return
         found = list(tensors_in(output))
-        outputs = needing_grad(found)
+        aside = list(self._put_aside(self._modules[unit]))
+        outputs = needing_grad(found) + aside
         visit = Visit(self, unit.needs, self._last, self._root)
         if not found or any(_is_wrapped(tensor) for tensor in found):
             # Its backward cannot be seen coming: the weights stay until the turn is over.
