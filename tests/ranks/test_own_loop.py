@@ -200,7 +200,94 @@ def two_optimizers(side: Any) -> tuple[list[float], dict[str, Tensor]]:
     return [], weights_of(model, sharded)
 
 
-STORIES: list[Story] = [usual, many_forwards, teacher, adversaries, two_optimizers]
+class Decayed(torch.optim.AdamW):
+    """A subclass whose step calls its class's, so that torch's hooks come twice."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            group["lr"] *= 0.9
+        return super().step(closure)
+
+
+def subclassed(side: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """A subclass of a torch optimizer, and a group that is added later."""
+    model = net()
+    optimizer = Decayed([*model.enter.parameters(), *model.blocks.parameters()], lr=1e-2)
+    sharded = side.shard(model, optimizer)
+    for step in range(4):
+        if step == 2:
+            optimizer.add_param_group({"params": model.leave.parameters(), "lr": 0.05})
+        sharded.backward(lambda x: model(x).square().mean(), batch(step))
+        if step < 2:
+            model.leave.zero_grad()  # in plain torch these would go on adding up
+        optimizer.step()
+        optimizer.zero_grad()
+    return [], weights_of(model, sharded)
+
+
+class Auxiliary(Net):
+    """Each block leaves a loss as an attribute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            y = block(x)
+            block.extra = y.square().mean()  # type: ignore[union-attr]
+            x = x + y
+        self.extra = x.mean()
+        return self.leave(x)
+
+
+def auxiliary(side: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses that the forward leaves as attributes, and a penalty of the gradient of the input."""
+    torch.manual_seed(0)
+    model = Auxiliary()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sharded = side.shard(model, optimizer)
+
+    def losses(x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        out = model(x).square().mean()
+        extra = model.extra + sum(block.extra for block in model.blocks)  # type: ignore[union-attr,misc,operator]
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        return out + extra + slope.square().sum()
+
+    for step in range(3):
+        sharded.backward(losses, batch(step))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [], weights_of(model, sharded)
+
+
+def thrown_away(side: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """A sum that is cleared by zeros before it is whole; a forward and a backward that raise and are caught."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sharded = side.shard(model, optimizer)
+    for step in range(3):
+        sharded.backward(lambda x: model(x).sum(), batch(40), last=False)
+        optimizer.zero_grad(set_to_none=False)
+        sharded.backward(lambda x: model(x).square().mean(), batch(step))
+        optimizer.step()
+        optimizer.zero_grad()
+
+        def fails(gradient: Tensor) -> Tensor:
+            raise ArithmeticError
+
+        def spoiled(x: Tensor) -> Tensor:
+            out = model(x)
+            out.register_hook(fails)
+            return out.sum()
+
+        with pytest.raises(ArithmeticError):
+            sharded.backward(spoiled, batch(step))
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError):
+            model(torch.ones(2, 99))
+    return [], weights_of(model, sharded)
+
+
+STORIES: list[Story] = [subclassed, auxiliary, thrown_away, usual, many_forwards, teacher, adversaries, two_optimizers]
 
 
 def on_ranks(story: Story) -> dict[str, Any]:
@@ -284,6 +371,9 @@ def refused() -> list[str]:
     stepped = torch.optim.AdamW(model.parameters())
     model(batch(0)[0]).sum().backward()
     stepped.step()
+    twice, trained, closed = net(), net(), net()
+    own, left = torch.optim.SGD(trained.parameters()), torch.optim.SGD(closed.parameters())
+    sharded, other = zero3d.shard(trained, own), zero3d.shard(closed, left)
     for attempt in (
         lambda: zero3d.shard(net(), stepped),
         lambda: zero3d.shard(net(), torch.optim.AdamW(net().parameters())),
@@ -291,6 +381,10 @@ def refused() -> list[str]:
         lambda: zero3d.shard(net(), config={"precision": {"compute": "fp16"}}),
         lambda: zero3d.shard(net(), config={"precision": {"gradients": "compute"}}),
         lambda: zero3d.shard(net(), level=7),
+        lambda: (zero3d.shard(twice), zero3d.shard(twice)),
+        lambda: own.step(lambda: None),
+        lambda: sharded.average_over(2.5),  # type: ignore[arg-type]
+        lambda: (other.close(), left.step()),
     ):
         try:
             attempt()
@@ -302,6 +396,7 @@ def refused() -> list[str]:
 
 def test_what_cannot_be_honoured_is_refused() -> None:
     told = ["state", "no trainable parameter", "whole matrices", "fp16", "gradients", "level = 7"]
+    told += ["sharded already", "closure", "2.5 is no number", "closed"]
     for text, word in zip(run_ranks(1, refused)[0], told, strict=True):
         assert word in text
 
@@ -412,3 +507,23 @@ def test_weights_and_gradients_by_name(level: int) -> None:
         for name, value in gradients.items():
             torch.testing.assert_close(value, model.get_parameter(name).grad, rtol=1e-5, atol=1e-7)
         assert bias.tolist() == saved.tolist() == [0.0, 1.0, 2.0]
+
+
+def copied(level: int) -> bool:
+    """A copy right after a step, while weights are still on their way."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sharded = zero3d.shard(model, optimizer, level=level)
+    model(batch(0)[torch.distributed.get_rank()]).sum().backward()
+    optimizer.step()
+    copy_of_it = copy.deepcopy(model)
+    with sharded.gathered():
+        return all(
+            torch.equal(one, other) and type(one) is nn.Parameter
+            for one, other in zip(copy_of_it.parameters(), model.parameters())
+        )
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_copy_is_plain(level: int) -> None:
+    assert run_ranks(RANKS, copied, level) == [True, True]

@@ -43,6 +43,7 @@ class OwnTurns:
         self._changed = changed
         self._running = False
         self._broken = False
+        self._marks: dict[str, Tensor] = {}
         self._graph = False
         self._ended = True
         self._reduced = True
@@ -69,6 +70,7 @@ class OwnTurns:
         if self._ended or self._cleared or not self._reduced:
             self._open(last=True)
             self._close()
+        self._replica.finish()
 
     def end_sum(self) -> None:
         """The next backward begins a new one."""
@@ -121,10 +123,11 @@ class OwnTurns:
 
     def _open(self, last: bool) -> None:
         self._changed()
-        first = self._ended or self._cleared
-        if not first and any(piece.grad is None for piece in self._pieces.values()):
+        cleared = self._cleared_names()
+        first = self._ended or len(cleared) == len(self._pieces)
+        if cleared and not first:
             self._replica.finish(keep=True)  # What is under way would land on what is forgotten.
-            self._replica.forget({name for name, piece in self._pieces.items() if piece.grad is None})
+            self._replica.forget(cleared)
         self._replica.begin_turn(first, last)
         self._running, self._ended, self._reduced = True, False, last
         self._graph = torch.is_grad_enabled() and in_backward()  # of the gradients, which may be differentiated too
@@ -132,23 +135,34 @@ class OwnTurns:
     def _close(self) -> None:
         self._running = False
         self._replica.end_turn(keep=self._graph)
-        if self._reduced:
-            for shard in self._replica.finish(keep=self._graph):
-                shard.coming.wait()
-        # Slices without elements have a gradient too: whether there is one tells what the user cleared.
-        gradients: dict[str, Tensor] = {name: torch.empty_like(piece) for name, piece in self._empty}
-        for shard in self._replica.shards:
-            # What is not reduced yet is nothing to look at or write to.
-            whole = shard.gradient if self._reduced else torch.zeros((), device=shard.gradient.device)
-            whole = whole.expand(shard.gradient.shape)
-            gradients.update((piece.name, whole[piece.start : piece.stop]) for piece in shard.pieces)
-        for name, parameter in self._pieces.items():
-            parameter.grad = gradients[name]
+        self._marks.clear()
+        if not self._reduced:
+            self._mark()
+            return
+        for shard in self._replica.finish(keep=self._graph):
+            shard.coming.wait()
+            for piece in shard.pieces:
+                if piece.name:
+                    self._pieces[piece.name].grad = shard.gradient[piece.start : piece.stop]
+        for empty in self._pieces.values():
+            if not empty.numel():  # Whether it has a gradient still tells what the user cleared.
+                empty.grad = torch.empty_like(empty)
+
+    def _mark(self) -> None:
+        """Gradients that are not summed yet are not to be seen: in their place stands a number in each slice's shape,
+        which `zero_grad` clears as it would clear them."""
+        for name, piece in self._pieces.items():
+            mark = self._marks[name] = torch.ones((), device=piece.device)
+            piece.grad = mark.expand(piece.shape)
 
     @property
     def _cleared(self) -> bool:
-        return all(piece.grad is None for piece in self._pieces.values())
+        return len(self._cleared_names()) == len(self._pieces)
 
-    @property
-    def _empty(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((name, piece) for name, piece in self._pieces.items() if not piece.numel())
+    def _cleared_names(self) -> set[str]:
+        """Parameters whose sums the user has cleared, by None or, where they are not reduced yet, by zero."""
+        none = {name for name, piece in self._pieces.items() if piece.grad is None}
+        zero = {name for name, mark in self._marks.items() if not mark}
+        filled = {name for name in self._marks if self._pieces[name].numel()}
+        # Of an empty slice nothing shows; it is cleared if all that can show it are.
+        return none | (set(self._pieces) if filled and zero >= filled else zero)
