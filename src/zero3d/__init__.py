@@ -81,3 +81,7 @@ def __getattr__(name: str) -> Any:
     if name in _NEED_TORCH:
         return getattr(import_module(_NEED_TORCH[name]), name)
     raise AttributeError(f"module 'zero3d' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

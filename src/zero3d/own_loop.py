@@ -14,6 +14,7 @@ the optimizer as the flat slices that this rank updates. A step ends a sum of gr
 `optimizer.zero_grad()`; without either, backwards add up as they do in plain torch.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -61,6 +62,14 @@ def shard(
     The model stays the user's module, with rank 0's weights. Raises `ConfigError` or `UsageError` for what cannot be
     honoured.
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"the model is a {type(model).__name__}, no nn.Module", hint="Pass the module itself.")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(
+                f"{optimizer!r} is no torch optimizer",
+                hint="Pass optimizers that were made from model.parameters(); the level is level=3.",
+            )
     tree: dict[str, Any] = config.model_dump(exclude_unset=True) if isinstance(config, Config) else dict(config or {})
     tree["zero"] = {**tree.get("zero", {}), "level": level}
     asked = Config.load(tree)
@@ -110,7 +119,9 @@ class Sharded:
         _refuse_unfit(config)
         self._mesh, self._config = mesh, config
         self._optimizers = OwnOptimizers(self._before_step, self._after_step)
-        self._count: Tensor | int = 1
+        self._count: Tensor | int | None = None
+        self._counts_next = False
+        self._backwards = 0
         self._totals: Totals | None = None
         self._coefficient = 1.0
         self._divisor = 0
@@ -121,6 +132,15 @@ class Sharded:
     @property
     def model(self) -> nn.Module:
         return self._parts.model
+
+    @property
+    def rank(self) -> int:
+        """My number among the ranks that the model is sharded over."""
+        return self._mesh.rank
+
+    @property
+    def world(self) -> int:
+        return self._mesh.layout.world
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, this rank's slice, flat, of the fp32 master weights) of each trainable parameter: what optimizers are
@@ -148,8 +168,9 @@ class Sharded:
         return self._parts.turns.accumulate(on)
 
     def average_over(self, count: Tensor | int) -> None:
-        """This step's losses are sums over `count` targets on this rank: gradients are divided by the targets of all
-        ranks together. Without a call they are averaged over ranks, as DistributedDataParallel does."""
+        """Losses are sums over `count` targets on this rank: gradients are divided by the targets of all ranks
+        together. Counts of several backwards of a step add up. Without a call gradients are averaged over ranks, as
+        DistributedDataParallel does."""
         whole = torch.as_tensor(count)
         if whole.is_floating_point() and bool(whole != whole.round()):
             raise UsageError(f"{float(whole)} is no number of targets", hint="Give a whole number, or weigh the loss.")
@@ -158,7 +179,9 @@ class Sharded:
                 "average_over comes after the norm was asked for, and would change it",
                 hint="Call it before clip_grad_norm_, grad_norm and grad_of.",
             )
-        self._count = count
+        if self._parts.turns.idle and not self._counts_next:
+            self._count, self._counts_next = None, True  # It comes before its backward.
+        self._count = count if self._count is None else self._count + count
 
     def clip_grad_norm_(self, limit: float) -> float:
         """As torch.nn.utils.clip_grad_norm_ on the whole model: the norm before clipping. Collective."""
@@ -172,10 +195,16 @@ class Sharded:
 
     @contextmanager
     def gathered(self, *, write: bool = False) -> Iterator[nn.Module]:
-        """The model as plain torch with whole weights, to be read; with `write` what rank 0 writes is kept. Entering is
-        collective, and leaving with `write`."""
+        """The model as plain torch with whole weights and in evaluation mode, to be read; with `write` what rank 0
+        writes is kept. Entering is collective, and leaving with `write`."""
+        flags = [(module, module.training) for module in self.model.modules()]
         with self._parts.access.gathered(write=write), torch.no_grad():
-            yield self.model
+            self.model.eval()
+            try:
+                yield self.model
+            finally:
+                for module, flag in flags:
+                    module.training = flag
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole tensors under the model's own names, on every rank. Collective."""
@@ -247,11 +276,27 @@ class Sharded:
                 infos,
                 replica,
                 self._optimizers.slices,
-                began=self._optimizers.forget_steps,
-                changed=self._forget_totals,
+                began=self._backward_begins,
+                changed=self._sum_changes,
             ),
             access=Access(model, infos, replica, mesh.axes["dp"]),
         )
+
+    def _backward_begins(self) -> None:
+        self._optimizers.forget_steps()
+        self._backwards += 1
+        if self._backwards == 2 and not self._optimizers.names_of and self._optimizers.slices:
+            warnings.warn(
+                "no optimizer is known to what zero3d.shard gave, so nothing will be updated: make the optimizer first "
+                "and pass it to zero3d.shard, or call sharded.adopt(optimizer)",
+                stacklevel=2,
+            )
+
+    def _sum_changes(self, anew: bool) -> None:
+        if anew and not self._counts_next:
+            self._count = None
+        self._counts_next = False
+        self._forget_totals()
 
     def _forget_totals(self) -> None:
         self._totals, self._coefficient = None, 1.0
@@ -267,7 +312,7 @@ class Sharded:
             parts.turns.settle()
             part = Part(
                 losses=[torch.zeros((), device=parts.device)],
-                counts=[torch.as_tensor(self._count, dtype=torch.int64, device=parts.device)],
+                counts=[torch.as_tensor(1 if self._count is None else self._count).to(parts.device, torch.int64)],
                 norms=parts.replica.norms() if self._mesh.counts_norms else (),
                 arrivals=parts.replica.arrivals(),
                 digest=parts.axis.digest,
@@ -288,7 +333,7 @@ class Sharded:
                 "gradients are not finite", hint="Nothing has been updated. Call optimizer.zero_grad() to go on."
             )
         self._parts.turns.end_sum()
-        self._count = 1
+        self._count, self._backwards = None, 0
         self._used.add(optimizer)
         if len(self._used) > 1:  # Another optimizer of the same model has taken its step already.
             return
@@ -296,6 +341,7 @@ class Sharded:
         for one in self._parts.replica.shards:
             one.gradient.mul_(scale)
             one.scaled = scale
+        self._parts.turns.hand_over()
         for name in totals.unused:
             self._optimizers.slices[name].grad = None
 

@@ -5,6 +5,7 @@ other in one reduce mode.
 """
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -527,3 +528,28 @@ def copied(level: int) -> bool:
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_a_copy_is_plain(level: int) -> None:
     assert run_ranks(RANKS, copied, level) == [True, True]
+
+
+def misused() -> tuple[bool, bool, list[str], float]:
+    model = net()
+    sharded = zero3d.shard(model, level=2)
+    stranger = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2):
+            model(batch(step)[0]).sum().backward()
+            sharded.average_over(4)
+            sharded.average_over(4)
+    seen = all(bool(piece.grad.isnan().all()) for piece in sharded.parameters())  # type: ignore[union-attr]
+    bias = float(sharded.grad_of("leave.bias", 0))
+    sharded.adopt(stranger)
+    stranger.step()
+    finite = all(bool(value.isfinite().all()) for value in sharded.full_state_dict().values())
+    return seen, finite, [str(one.message) for one in caught], bias
+
+
+def test_what_is_not_averaged_yet_cannot_be_read_and_a_missing_optimizer_is_told() -> None:
+    seen, finite, told, bias = run_ranks(1, misused)[0]
+    assert seen and finite
+    assert bias == pytest.approx(0.5)  # eight samples over counts of 4, 4, 4 and 4
+    assert [text for text in told if "no optimizer is known" in text]

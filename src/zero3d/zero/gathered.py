@@ -202,7 +202,7 @@ class GatheredWeights:
         elif self._uses is None or not self._uses.borrow(name):
             raise ReleasedParameterError(
                 f"the data of parameter {name} is released: at ZeRO level 3 each rank keeps only its shard of it",
-                hint="Read it inside `with engine.gathered():`, or use engine.full_state_dict(), "
-                f'engine.weight_of("{name}") or engine.grad_of("{name}"); write it by engine.set_weight or '
-                "engine.load_state_dict. A term of the loss that needs it is computed in the model's forward.",
+                hint="Read it inside `with engine.gathered():` (or sharded.gathered()), or use "
+                f'engine.full_state_dict(), weight_of("{name}") or grad_of("{name}"); write it by set_weight or '
+                "load_state_dict. A term of the loss that needs it is computed in the model's forward.",
             )

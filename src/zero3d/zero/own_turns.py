@@ -22,7 +22,7 @@ class OwnTurns:
     """Tells `replica` when backwards begin and end, and gives `pieces`, the slices by name, their gradients.
 
     began: called when the user's backward begins
-    changed: called when the sum is about to become another
+    changed: called when the sum is about to become another, with whether it begins anew
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class OwnTurns:
         pieces: Mapping[str, nn.Parameter],
         *,
         began: Callable[[], None],
-        changed: Callable[[], None],
+        changed: Callable[[bool], None],
     ) -> None:
         self._began = began
         self._infos = infos
@@ -71,6 +71,11 @@ class OwnTurns:
             self._open(last=True)
             self._close()
         self._replica.finish()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing has been summed since a step or zero_grad."""
+        return self._ended or self._cleared
 
     def end_sum(self) -> None:
         """The next backward begins a new one."""
@@ -122,9 +127,9 @@ class OwnTurns:
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
 
     def _open(self, last: bool) -> None:
-        self._changed()
         cleared = self._cleared_names()
         first = self._ended or len(cleared) == len(self._pieces)
+        self._changed(first)
         if cleared and not first:
             self._replica.finish(keep=True)  # What is under way would land on what is forgotten.
             self._replica.forget(cleared)
@@ -135,34 +140,30 @@ class OwnTurns:
     def _close(self) -> None:
         self._running = False
         self._replica.end_turn(keep=self._graph)
-        self._marks.clear()
-        if not self._reduced:
-            self._mark()
-            return
-        for shard in self._replica.finish(keep=self._graph):
-            shard.coming.wait()
+        if self._reduced:
+            for shard in self._replica.finish(keep=self._graph):
+                shard.coming.wait()
+        # Sums are not averages yet. What reads them before a step, a clipping or an optimizer that nobody told of,
+        # shall see that there is nothing to read; `zero_grad` clears it as it would clear them.
+        for name, piece in self._pieces.items():
+            mark = self._marks[name] = torch.full((), float("nan"), device=piece.device)
+            piece.grad = mark.expand(piece.shape)
+
+    def hand_over(self) -> None:
+        """The slices' gradients are what is in the shards."""
+        for shard in self._replica.shards:
             for piece in shard.pieces:
                 if piece.name:
                     self._pieces[piece.name].grad = shard.gradient[piece.start : piece.stop]
-        for empty in self._pieces.values():
-            if not empty.numel():  # Whether it has a gradient still tells what the user cleared.
-                empty.grad = torch.empty_like(empty)
-
-    def _mark(self) -> None:
-        """Gradients that are not summed yet are not to be seen: in their place stands a number in each slice's shape,
-        which `zero_grad` clears as it would clear them."""
-        for name, piece in self._pieces.items():
-            mark = self._marks[name] = torch.ones((), device=piece.device)
-            piece.grad = mark.expand(piece.shape)
 
     @property
     def _cleared(self) -> bool:
         return len(self._cleared_names()) == len(self._pieces)
 
     def _cleared_names(self) -> set[str]:
-        """Parameters whose sums the user has cleared, by None or, where they are not reduced yet, by zero."""
+        """Parameters whose sums the user has cleared, by None or by zero."""
         none = {name for name, piece in self._pieces.items() if piece.grad is None}
-        zero = {name for name, mark in self._marks.items() if not mark}
+        zero = {name for name, mark in self._marks.items() if mark == 0}
         filled = {name for name in self._marks if self._pieces[name].numel()}
         # Of an empty slice nothing shows; it is cleared if all that can show it are.
         return none | (set(self._pieces) if filled and zero >= filled else zero)
