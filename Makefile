@@ -33,6 +33,7 @@ tests: install
 
 bench: install
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/overhead.py
 
 format: install
 	$(BIN)/ruff check --fix-only .

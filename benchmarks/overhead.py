@@ -1,6 +1,6 @@
 """What zero3d costs on a model of many small blocks, on one rank, beside plain torch; prints one JSON line.
 
-    python benchmarks/overhead.py [--blocks 400] [--width 64] [--batch 64] [--rounds 20]
+    python benchmarks/overhead.py [--blocks 400] [--width 64] [--batch 512] [--rounds 20]
 
 Blocks so small that nearly all of a step is bookkeeping: the worst case for hooks and buckets. Each round times one
 step of every contender in an order drawn anew; a figure is the median over rounds of the ratio of two steps of the
@@ -44,7 +44,7 @@ class Deep(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in {"blocks": 400, "width": 64, "batch": 64, "rounds": 20}.items():
+    for name, value in {"blocks": 400, "width": 64, "batch": 512, "rounds": 20}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zero3d.errors import UsageError
 from zero3d.params import ParamInfo
@@ -43,7 +43,17 @@ class OwnTurns:
         self._changed = changed
         self._running = False
         self._broken = False
-        self._marks: dict[str, Tensor] = {}
+        # Sums are not averages yet. What reads them before a step, a clipping or an optimizer that nobody told of,
+        # shall see that there is nothing to read: a number in the shape of each slice, which `zero_grad` clears.
+        self._numbers = torch.ones(len(pieces), device=replica.device)
+        self._marks = [number.expand(piece.shape) for number, piece in zip(self._numbers, pieces.values())]
+        self._filled = {name for name, piece in pieces.items() if piece.numel()}
+        self._gradients = {
+            piece.name: shard.gradient[piece.start : piece.stop]
+            for shard in replica.shards
+            for piece in shard.pieces
+            if piece.name
+        }
         self._graph = False
         self._ended = True
         self._reduced = True
@@ -143,18 +153,14 @@ class OwnTurns:
         if self._reduced:
             for shard in self._replica.finish(keep=self._graph):
                 shard.coming.wait()
-        # Sums are not averages yet. What reads them before a step, a clipping or an optimizer that nobody told of,
-        # shall see that there is nothing to read; `zero_grad` clears it as it would clear them.
-        for name, piece in self._pieces.items():
-            mark = self._marks[name] = torch.full((), float("nan"), device=piece.device)
-            piece.grad = mark.expand(piece.shape)
+        self._numbers.fill_(float("nan"))
+        for piece, mark in zip(self._pieces.values(), self._marks):
+            piece.grad = mark
 
     def hand_over(self) -> None:
         """The slices' gradients are what is in the shards."""
-        for shard in self._replica.shards:
-            for piece in shard.pieces:
-                if piece.name:
-                    self._pieces[piece.name].grad = shard.gradient[piece.start : piece.stop]
+        for name, gradient in self._gradients.items():
+            self._pieces[name].grad = gradient
 
     @property
     def _cleared(self) -> bool:
@@ -163,7 +169,6 @@ class OwnTurns:
     def _cleared_names(self) -> set[str]:
         """Parameters whose sums the user has cleared, by None or by zero."""
         none = {name for name, piece in self._pieces.items() if piece.grad is None}
-        zero = {name for name, mark in self._marks.items() if mark == 0}
-        filled = {name for name in self._marks if self._pieces[name].numel()}
+        zero = {name for name, number in zip(self._pieces, self._numbers.tolist()) if number == 0}
         # Of an empty slice nothing shows; it is cleared if all that can show it are.
-        return none | (set(self._pieces) if filled and zero >= filled else zero)
+        return none | (set(self._pieces) if self._filled and zero >= self._filled else zero)
