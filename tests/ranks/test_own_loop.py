@@ -288,7 +288,36 @@ def thrown_away(side: Any) -> tuple[list[float], dict[str, Tensor]]:
     return [], weights_of(model, sharded)
 
 
-STORIES: list[Story] = [subclassed, auxiliary, thrown_away, usual, many_forwards, teacher, adversaries, two_optimizers]
+def unfreezing(side: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Half of the model is frozen at first and trained later; its optimizer had it from the start."""
+    model = net()
+    model.blocks.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    sharded = side.shard(model, optimizer)
+    for step in range(6):
+        if step in (2, 4):
+
+            def change(model: nn.Module, train: bool = step == 2) -> None:
+                model.blocks.requires_grad_(train)  # type: ignore[union-attr]
+
+            change(model) if isinstance(sharded, Plain) else sharded.edit(change)
+        sharded.backward(lambda x: model(x).square().mean(), batch(step))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [], weights_of(model, sharded)
+
+
+STORIES: list[Story] = [
+    unfreezing,
+    subclassed,
+    auxiliary,
+    thrown_away,
+    usual,
+    many_forwards,
+    teacher,
+    adversaries,
+    two_optimizers,
+]
 
 
 def on_ranks(story: Story) -> dict[str, Any]:
@@ -455,29 +484,6 @@ def against_engine() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             {name: value.clone() for name, value in one.named_parameters()},
             {name: value.clone() for name, value in other.named_parameters()},
         )
-
-
-def unfreezing(side: Any) -> tuple[list[float], dict[str, Tensor]]:
-    """Half of the model is frozen at first and trained later; its optimizer had it from the start."""
-    model = net()
-    model.blocks.requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    sharded = side.shard(model, optimizer)
-    for step in range(6):
-        if step in (2, 4):
-
-            def change(model: nn.Module, train: bool = step == 2) -> None:
-                model.blocks.requires_grad_(train)  # type: ignore[union-attr]
-
-            change(model) if isinstance(sharded, Plain) else sharded.edit(change)
-        sharded.backward(lambda x: model(x).square().mean(), batch(step))
-        optimizer.step()
-        optimizer.zero_grad()
-    return [], weights_of(model, sharded)
-
-
-def test_unfreezing_and_freezing_during_training() -> None:
-    test_a_loop_of_ones_own_gives_the_numbers_of_plain_torch(unfreezing)
 
 
 def by_name(level: int) -> tuple[str, dict[str, Tensor], Tensor, Tensor]:
