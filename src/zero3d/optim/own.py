@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from zero3d.errors import UsageError
 from zero3d.optim.probe import is_elementwise
+from zero3d.optim.sharded import cut
 from zero3d.params import ParamInfo
 from zero3d.zero.shard import Shard
 
@@ -100,11 +101,7 @@ class OwnOptimizers:
                 for optimizer, names in self.names_of.items():
                     if piece.name in states and piece.name in names:
                         state = optimizer.state[self.slices[piece.name]]
-                        for key, value in states[piece.name].items():
-                            state[key] = value
-                            if isinstance(value, Tensor) and value.dim():
-                                state[key] = value.new_zeros(piece.stop - piece.start)
-                                state[key][: piece.numel] = value[piece.begin : piece.begin + piece.numel]
+                        state.update((key, cut(value, piece)) for key, value in states[piece.name].items())
 
     def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # A subclass may call the step of its class inside its own, and both call this.

@@ -107,7 +107,7 @@ class ShardedOptimizer:
         for flat in self._flats():
             for index, (_, piece) in enumerate(flat.pieces):
                 if piece.name in states:
-                    flat.inner.set_state(index, {key: _cut(value, piece) for key, value in states[piece.name].items()})
+                    flat.inner.set_state(index, {key: cut(value, piece) for key, value in states[piece.name].items()})
         self._whole.set_states(states)
 
     def fetch(self) -> None:
@@ -167,7 +167,7 @@ class ShardedOptimizer:
         return shard.gradient
 
 
-def _cut(value: Any, piece: Piece) -> Any:
+def cut(value: Any, piece: Piece) -> Any:
     """The piece's part of a whole state, with zeros in the padding."""
     if not isinstance(value, Tensor):
         return value
