@@ -15,7 +15,7 @@ piece        the part of one parameter that lies in a shard
 home         where a shard's optimizer part lives: device, host, disk
 step         one optimizer update over a global batch of micro-batches
 turn         one backward of a stage within a step
-action       one entry of a schedule: forward or backward of (stage, micro-batch)
+action       one entry of a schedule: forward, backward, or a part of a backward, of (stage, micro-batch)
 to gather    to bring a bucket's shards together; to release: to keep only mine
 to reduce    to sum over ranks, each keeping its part; to publish: to send new weights to all ranks
 held, sent   bytes that a rank keeps; bytes that leave it
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from zero3d.engine import Engine, EvaluateReport, StepReport
     from zero3d.models.pretrained import pretrained
     from zero3d.own_loop import Sharded, shard
+    from zero3d.tensor.loss import cross_entropy
 
 __version__ = "0.1.0"
 
@@ -60,6 +61,7 @@ __all__ = [
     "StepReport",
     "UsageError",
     "Zero3dError",
+    "cross_entropy",
     "pretrained",
     "shard",
     "verify",
@@ -70,6 +72,7 @@ _NEED_TORCH = {
     "EvaluateReport": "zero3d.engine",
     "StepReport": "zero3d.engine",
     "Sharded": "zero3d.own_loop",
+    "cross_entropy": "zero3d.tensor.loss",
     "pretrained": "zero3d.models.pretrained",
     "shard": "zero3d.own_loop",
     "verify": "zero3d.comparison",

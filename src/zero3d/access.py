@@ -5,10 +5,10 @@ it. Of a part made of numbers and slices only the range from its first to its la
 collective. What is written is rank 0's.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +32,39 @@ class Choice:
     write: Callable[[Tensor, Tensor], object]
 
 
-class Access:
-    """Reads and writes the weights, gradients and buffers of `model`, whose parameters `replica` holds over `axis`.
+class Cut(Protocol):
+    """How parameters are cut over other ranks than those of `replica`."""
 
-    `written` is called, on every rank, after master weights were written to.
+    def join(self, info: ParamInfo, flat: Tensor) -> Tensor:
+        """This rank's part, flat -> the whole parameter, flat. Collective."""
+        ...
+
+    def cut(self, info: ParamInfo, flat: Tensor) -> Tensor: ...
+
+    def whole(self, model: nn.Module, infos: Iterable[ParamInfo]) -> AbstractContextManager[None]:
+        """The model is plain inside, if what this rank has of its parameters is there. Entering is collective."""
+        ...
+
+
+class Uncut:
+    """The `Cut` of parameters that every rank has whole, but for what `replica` shards."""
+
+    def join(self, info: ParamInfo, flat: Tensor) -> Tensor:
+        return flat
+
+    def cut(self, info: ParamInfo, flat: Tensor) -> Tensor:
+        return flat
+
+    def whole(self, model: nn.Module, infos: Iterable[ParamInfo]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class Access:
+    """Reads and writes the weights, gradients and buffers of `model`: `replica` holds what this rank has of its
+    parameters by `cut`.
+
+    axes: over which, one after the other, rank 0 reaches all ranks; written: called, on every rank, after master
+    weights were written to
     """
 
     def __init__(
@@ -43,13 +72,15 @@ class Access:
         model: nn.Module,
         infos: Sequence[ParamInfo],
         replica: ZeroReplica,
-        axis: Axis,
+        axes: Sequence[Axis],
+        cut: Cut,
         written: Callable[[], None] = lambda: None,
     ) -> None:
         self._model = model
         self._infos = infos
         self._replica = replica
-        self._axis = axis
+        self._axes = axes
+        self._cut = cut
         self._device = replica.device
         self._written = written
         self._refusal = model.register_load_state_dict_pre_hook(_refuse_direct_loading)
@@ -69,7 +100,7 @@ class Access:
         """Master weights, fp32, of a trained parameter; of a frozen one what it is."""
         info = self.info(name)
         choice = _choose(info, part)
-        return _copy(choice.read(self._replica.weight_of(info, choice.span)))
+        return _copy(choice.read(self._elements(self._replica.weight_of, info, choice.span)))
 
     def gradient_of(self, name: str, part: Index = None) -> Tensor:
         """Sums over ranks and micro-batches, fp32, not yet divided by the number of counted targets."""
@@ -77,7 +108,7 @@ class Access:
         if not info.trainable:
             raise UsageError(f"parameter {name} is frozen and has no gradient")
         choice = _choose(info, part)
-        return _copy(choice.read(self._replica.gradient_of(info, choice.span)))
+        return _copy(choice.read(self._elements(self._replica.gradient_of, info, choice.span)))
 
     @torch.no_grad()
     def set_weight(self, name: str, value: Tensor, part: Index = None) -> None:
@@ -99,16 +130,30 @@ class Access:
             dtype = torch.float32 if info.trainable else info.dtype
             flat = value.to(self._device, dtype, copy=True).contiguous().view(-1)
         else:
-            flat = self._replica.weight_of(info, choice.span)
+            flat = self._elements(self._replica.weight_of, info, choice.span)
             choice.write(flat, value.to(flat))
-        self._replica.write(info, choice.span, self._rank_0s(flat, name))
+        self._write(info, choice.span, self._rank_0s(flat, name))
+
+    def _elements(self, read: Callable[[ParamInfo, slice], Tensor], info: ParamInfo, span: slice) -> Tensor:
+        """Elements `span` of a flattened whole parameter. Of one that is cut all of it moves."""
+        if info.slicing is None:
+            return read(info, span)
+        return self._cut.join(info, read(info.local, slice(0, info.local.numel)))[span]
+
+    def _write(self, info: ParamInfo, span: slice, values: Tensor) -> None:
+        if info.slicing is not None:
+            whole = self._elements(self._replica.weight_of, info, slice(0, info.numel))
+            whole[span] = values
+            info, span, values = info.local, slice(0, info.local.numel), self._cut.cut(info, whole)
+        self._replica.write(info, span, values)
 
     def state(self) -> dict[str, Tensor]:
         """Whole tensors under the user's own names, in the dtypes that the model was made with."""
-        found = dict(self._replica.whole(self._infos))
+        found = dict(self._replica.whole([info.local for info in self._infos]))
         whole: dict[str, Tensor] = {}
         for info in self._infos:
-            tensor = found.get(info.name, torch.empty(0, device=self._device)).view(info.shape).to(info.dtype)
+            part = found.pop(info.name, torch.empty(0, device=self._device)).view(-1)
+            tensor = self._cut.join(info, part).view(info.shape).to(info.dtype)
             whole.update((name, tensor) for name in (info.name, *info.ties))
         return {
             name: whole[name] if name in whole else self._rank_0s(_copy(tensor), name)
@@ -144,7 +189,7 @@ class Access:
     def gathered(self, *, write: bool) -> Iterator[None]:
         """All parameters are whole and plain inside. `write`: what is written to them is kept, else it is an error."""
         parameters = [self._model.get_parameter(info.name) for info in self._infos]
-        with self._replica.gathered():
+        with self._replica.gathered(), self._cut.whole(self._model, self._infos):
             before = [parameter._version for parameter in parameters]
             yield
             changed = [int(parameter._version != version) for parameter, version in zip(parameters, before)]
@@ -160,28 +205,31 @@ class Access:
     @torch.no_grad()
     def _keep(self, parameters: Sequence[nn.Parameter], changed: Sequence[int]) -> None:
         flags = torch.tensor(changed, dtype=torch.int64, device=self._device)
-        self._axis.all_reduce(flags, "parameters that were written to").wait()
+        for axis in self._axes:
+            axis.all_reduce(flags, "parameters that were written to").wait()
         for info, parameter, flag in zip(self._infos, parameters, flags.tolist()):
             if flag and info.numel:
                 values = self._rank_0s(_copy(parameter).view(-1), info.name)
-                self._replica.write(info, slice(0, info.numel), values)
+                self._write(info, slice(0, info.numel), values)
         if bool(flags.any()):
             self._written()
 
     def _names(self) -> dict[str, Tensor]:
-        with self._replica.gathered():
+        with self._replica.gathered(), self._cut.whole(self._model, self._infos):
             return dict(self._model.state_dict(keep_vars=True))
 
     def _rank_0s(self, tensor: Tensor, name: str) -> Tensor:
         """In place."""
         if tensor.numel():
-            self._axis.broadcast(tensor.view(-1).view(torch.uint8), 0, f"value of {name}").wait()
+            for axis in self._axes:
+                axis.broadcast(tensor.view(-1).view(torch.uint8), 0, f"value of {name}").wait()
         return tensor
 
     def _all_agree(self, good: bool, message: str, hint: str) -> None:
         """Raises on every rank where something is not `good` on one."""
         bad = torch.tensor([0 if good else 1], dtype=torch.int64, device=self._device)
-        self._axis.all_reduce(bad, "whether what is written fits").wait()
+        for axis in self._axes:
+            axis.all_reduce(bad, "whether what is written fits").wait()
         if int(bad):
             raise UsageError(message, hint=hint)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zero3d.comm.ranges import elements
+from zero3d.comm.texts import everyones_text
 from zero3d.contracts import Axis
 from zero3d.zero.shard import Shard
 
@@ -36,7 +37,7 @@ def whole_states(optimizer: Stateful, shards: Sequence[Shard], axis: Axis) -> di
     for name, whole in owned.items():
         mine[name] = {key: _told(value, axis.index) for key, value in whole.items()}
     told: dict[str, dict[str, Any]] = {}
-    for text in everyones_text(json.dumps(mine), axis, device):
+    for text in everyones_text(json.dumps(mine), axis, device, "what optimizers keep"):
         told.update(json.loads(text))
     found: dict[str, State] = {}
     for shard in shards:
@@ -61,18 +62,6 @@ def whole_states(optimizer: Stateful, shards: Sequence[Shard], axis: Axis) -> di
                     span = slice(slot.offset, slot.offset + slot.numel)
                     state[key] = elements(axis, shard.bucket, flat, span, device)
     return found
-
-
-def everyones_text(mine: str, axis: Axis, device: torch.device) -> list[str]:
-    """The texts of all ranks of `axis`, by index. Collective."""
-    data = mine.encode()
-    sizes = torch.empty(axis.size, dtype=torch.int64, device=device)
-    axis.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64, device=device), "lengths of texts").wait()
-    longest = int(sizes.max())
-    padded = torch.tensor(list(data.ljust(longest)), dtype=torch.uint8, device=device)
-    every = torch.empty(axis.size * longest, dtype=torch.uint8, device=device)
-    axis.all_gather(every, padded, "texts").wait()
-    return [bytes(row.tolist()).decode() for row in every.view(axis.size, -1).cpu()]
 
 
 def _told(value: Any, owner: int | None) -> Mapping[str, Any]:

@@ -73,11 +73,14 @@ class Run(Section):
     """A line in metrics.jsonl every so many steps."""
     timeout_seconds: Positive = 300
     """How long a rank waits for another before it reports it gone."""
+    check_every: NotNegative = 0
+    """Every so many steps, compare the weights that tensor-parallel ranks should hold alike, and end with an error
+    where they differ; 0: never."""
 
 
 class Model(Section):
     preset: str | None = "gpt"
-    """A model that ships with zero3d: "gpt"."""
+    """A model that ships with zero3d: "gpt" or "llama"."""
     path: str | None = None
     """In place of a preset: `package.module:function` that returns an nn.Module; needs --allow-code."""
     blocks: str | None = None
@@ -89,10 +92,15 @@ class Model(Section):
     """Preset: number of blocks."""
     heads: Positive = 4
     """Preset: attention heads; divides `width`."""
+    kv_heads: Positive | None = None
+    """Preset "llama": heads of keys and values, each shared by a group of `heads`; divides `heads`. Left out, as many
+    as `heads`."""
+    mlp_width: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
+    """Preset "llama": inner size of the MLP; left out, 8/3 of `width`, rounded up to a multiple of 64."""
     dropout: Decay = 0.0
     """Preset: dropout probability after attention, MLP and embedding."""
-    tied: bool = True
-    """Preset: the output layer uses the token embedding's weight."""
+    tied: bool | None = None
+    """Preset: the output layer uses the token embedding's weight; left out, it does in "gpt" and not in "llama"."""
 
 
 class Data(Section):
@@ -135,6 +143,11 @@ class Parallel(Section):
     """Data-parallel ranks; "auto" fills the world."""
     tp: Positive = 1
     """Tensor-parallel ranks."""
+    sequence_parallel: bool = False
+    """What tensor parallelism leaves whole (norms, dropout, residuals) runs on 1/tp of the sequence."""
+    plan: dict[str, str] = {}
+    """What tensor parallelism cuts: patterns of module paths and their styles, such as "blocks.*.up" = "colwise" and
+    "blocks.*.down" = "rowwise". They come before those of a plan that the model brings."""
     pp: Positive = 1
     """Pipeline ranks."""
     micro_batch: Positive | None = None
@@ -248,6 +261,8 @@ class Config(Section):
         """
         dp = self.parallel.dp
         if dp == "auto":
+            for problem in config_checks.filling_problems(self, world):
+                raise ConfigError(problem.message, hint=problem.hint)
             dp = Layout(tp=self.parallel.tp, pp=self.parallel.pp).with_dp_filling(world).dp
         for problem in (
             *config_checks.world_problems(self, dp, world),

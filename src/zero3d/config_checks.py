@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from zero3d.config import Config
+    from zero3d.config import Config, Model
 
-PRESETS = ("gpt",)
+PRESETS = ("gpt", "llama")
 LEVELS = "Levels: 0 shards nothing over dp, 1 the optimizer state, 2 also gradients, 3 also parameters."
 
 
@@ -25,13 +25,32 @@ def problems(config: "Config") -> Iterator[Problem]:
     """Everything that can be known before the number of ranks is."""
     yield from _model_problems(config)
     yield from _step_problems(config)
-    for axis, size in (("tp", config.parallel.tp), ("pp", config.parallel.pp)):
-        if size != 1:
-            yield Problem(
-                f"parallel.{axis}",
-                f"parallel.{axis} = {size} is not in this version, which shards over dp alone",
-                f"Set parallel.{axis} = 1; zero.level = 3 is what makes a large model fit.",
-            )
+    if config.parallel.pp != 1:
+        yield Problem(
+            "parallel.pp",
+            f"parallel.pp = {config.parallel.pp} is not in this version",
+            "Set parallel.pp = 1; zero.level = 3 and parallel.tp make a large model fit.",
+        )
+    if config.run.check_every and config.parallel.tp == 1:
+        yield Problem(
+            "run.check_every",
+            f"run.check_every = {config.run.check_every} at parallel.tp = 1, where there is nothing to compare",
+            "Leave it out, or set parallel.tp to 2 or more.",
+        )
+    if config.parallel.sequence_parallel and config.parallel.tp == 1:
+        yield Problem(
+            "parallel.sequence_parallel",
+            "parallel.sequence_parallel = true at parallel.tp = 1, where nothing is cut",
+            "Set parallel.tp to 2 or more, or leave parallel.sequence_parallel out.",
+        )
+    if config.parallel.sequence_parallel and config.data.sequence_length % config.parallel.tp:
+        length, tp = config.data.sequence_length, config.parallel.tp
+        yield Problem(
+            "data.sequence_length",
+            f"data.sequence_length = {length} does not divide over parallel.tp = {tp} ranks, over which "
+            "parallel.sequence_parallel cuts it",
+            f"Set data.sequence_length to {length - length % tp or tp}, or parallel.sequence_parallel = false.",
+        )
     if config.zero.level not in (0, 1, 2, 3):
         yield Problem("zero.level", f"zero.level = {config.zero.level} is outside 0 to 3", LEVELS)
     elif config.zero.level == 0 and config.zero.replicas > 1:
@@ -68,7 +87,12 @@ def _model_problems(config: "Config") -> Iterator[Problem]:
             f"there is no preset {model.preset!r}",
             f"Presets: {', '.join(PRESETS)}. For your own model set model.path.",
         )
-    elif model.width % (2 * model.heads):
+    else:
+        yield from _preset_problems(model)
+
+
+def _preset_problems(model: "Model") -> Iterator[Problem]:
+    if model.width % (2 * model.heads):
         # Rotary positions turn features in pairs, so a head's width is even.
         fits = [heads for heads in range(1, model.width // 2 + 1) if model.width % (2 * heads) == 0]
         near = [one for one in fits if one < model.heads][-1:] + [one for one in fits if one > model.heads][:1]
@@ -77,6 +101,22 @@ def _model_problems(config: "Config") -> Iterator[Problem]:
             f"model.width = {model.width} does not divide into model.heads = {model.heads} of even width",
             f"Heads that fit: {' or '.join(map(str, near))}." if near else "Set an even model.width.",
         )
+    if model.preset == "llama":
+        if model.heads % (model.kv_heads or 1):
+            fits = [heads for heads in range(1, model.heads + 1) if model.heads % heads == 0]
+            yield Problem(
+                "model.kv_heads",
+                f"model.heads = {model.heads} does not divide into model.kv_heads = {model.kv_heads} groups",
+                f"KV heads that fit: {' or '.join(map(str, fits))}.",
+            )
+        return
+    for key, value in (("kv_heads", model.kv_heads), ("mlp_width", model.mlp_width)):
+        if value is not None:
+            yield Problem(
+                f"model.{key}",
+                f"model.{key} = {value} means nothing to model.preset = {model.preset!r}",
+                'Leave it out, or set model.preset = "llama".',
+            )
 
 
 def _step_problems(config: "Config") -> Iterator[Problem]:
@@ -112,6 +152,19 @@ def _replica_problems(config: "Config", dp: int) -> Iterator[Problem]:
             "zero.replicas",
             f"zero.replicas = {replicas} on dp = {_ranks(dp)} makes groups of one rank, in which nothing is sharded",
             f"Set zero.replicas to {fits}; to shard nothing, zero.level = 0 and zero.replicas = 1.",
+        )
+
+
+def filling_problems(config: "Config", world: int) -> Iterator[Problem]:
+    """The ranks that were started can be shared by tp and pp, and dp fills what is left."""
+    tp, pp = config.parallel.tp, config.parallel.pp
+    if world % (tp * pp):
+        what = f"parallel.tp = {tp}" if pp == 1 else f"parallel.tp x parallel.pp = {tp} x {pp}"
+        fits = " or ".join(str(one) for one in (world - world % (tp * pp), world - world % (tp * pp) + tp * pp) if one)
+        yield Problem(
+            "parallel.tp",
+            f"{_ranks(world)} cannot be shared by {what}",
+            f"Start {fits} ranks, or set parallel.tp to a divisor of {world}.",
         )
 
 

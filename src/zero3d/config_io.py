@@ -151,6 +151,8 @@ def expected(schema: Mapping[str, Any]) -> str:
         if "prefixItems" in schema:
             return f"a list of {len(schema['prefixItems'])}, each {expected(schema['prefixItems'][0])}"
         return f"a list, each {expected(schema['items'])}"
+    if schema["type"] == "object":
+        return f"a table, each value {expected(schema['additionalProperties'])}"
     noun = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
     limits = {"minimum": "at least", "exclusiveMinimum": "above"}
     limits |= {"maximum": "at most", "exclusiveMaximum": "below"}
@@ -183,6 +185,8 @@ def write_toml(tree: Mapping[str, Mapping[str, Any]], notes: Mapping[str, str]) 
 def _toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(one) for one in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml(key)} = {_toml(one)}" for key, one in value.items()) + "}"
     if isinstance(value, float):
         return repr(value)
     text = json.dumps(value, ensure_ascii=False)

@@ -6,7 +6,7 @@ batch ──> step ──> runtime ──(action)──> Stage ──> the user'
             └──(shards)──> Optimizer
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -89,8 +89,9 @@ class Replica(Protocol):
     @property
     def shards(self) -> Sequence["Shard"]: ...
 
-    def norms(self) -> Sequence[Tensor]:
-        """Norms of groups of gradient elements, fp64: over the ranks that share the shards each element counts once."""
+    def norms(self, uncounted: Collection[str] = ()) -> Sequence[Tensor]:
+        """Norms of groups of gradient elements, fp64: over the ranks that share the shards each element counts once.
+        Those of parameters that are `uncounted`, as another rank holds the same, are zero."""
         ...
 
     def arrivals(self) -> Mapping[str, int]:

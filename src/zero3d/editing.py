@@ -11,7 +11,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from zero3d.carry import Stateful, whole_states
+from zero3d.access import Cut
+from zero3d.carry import State, Stateful, whole_states
 from zero3d.comm.recorded_axis import RecordedAxis
 from zero3d.contracts import Axis
 from zero3d.errors import DivergedError
@@ -40,6 +41,8 @@ class Editable(Protocol):
     def optimizer(self) -> Stateful: ...
     @property
     def scaler(self) -> Scaler: ...
+    @property
+    def tensor(self) -> Cut: ...
     def close(self) -> None: ...
 
 
@@ -48,9 +51,15 @@ Parts = TypeVar("Parts", bound=Editable)
 
 def edit(parts: Parts, sharding: Axis, change: Change, assemble_again: Callable[[nn.Module], Parts]) -> Parts:
     """The parts of the same model after `change`. `sharding`: the axis over which `parts` are sharded. Collective."""
-    states = whole_states(parts.optimizer, parts.replica.shards, sharding)
-    masters = dict(parts.replica.whole(parts.infos))
     before = {info.name: info for info in parts.infos}
+    states = {
+        name: _joined(parts.tensor, before[name], state)
+        for name, state in whole_states(parts.optimizer, parts.replica.shards, sharding).items()
+    }
+    masters = {
+        name: parts.tensor.join(before[name], master.view(-1)).view(before[name].shape)
+        for name, master in parts.replica.whole([info.local for info in parts.infos])
+    }
     parts.close()
     parts.replica.leave()
     for info in parts.infos:
@@ -69,18 +78,34 @@ def edit(parts: Parts, sharding: Axis, change: Change, assemble_again: Callable[
     del masters
     again = assemble_again(parts.model)
     # A model made in 16 bits was plain with rounded weights; what was not written to has its fp32 masters again.
+    now = {info.name: info for info in again.infos}
     for info, master in rounded.items():
-        again.replica.write(info, slice(0, info.numel), master.view(-1))
+        local = now[info.name].local
+        again.replica.write(local, slice(0, local.numel), again.tensor.cut(now[info.name], master.view(-1)))
     again.optimizer.fetch()
     again.optimizer.set_states(
         {
-            info.name: states[info.name]
+            info.name: _cut(again.tensor, now[info.name], states[info.name])
             for info in infos
             if info.trainable and info.name in states and before[info.name].shape == info.shape
         }
     )
     again.scaler.go_on_from(parts.scaler)
     return again
+
+
+def _joined(cut: Cut, info: ParamInfo, state: State) -> State:
+    """Whole states of what this rank has of a parameter -> of all of it."""
+    return {key: cut.join(info, value) if _goes_with(info.local, value) else value for key, value in state.items()}
+
+
+def _cut(cut: Cut, info: ParamInfo, state: State) -> State:
+    return {key: cut.cut(info, value) if _goes_with(info, value) else value for key, value in state.items()}
+
+
+def _goes_with(info: ParamInfo, value: Any) -> bool:
+    """Whether a state has an element for each of the parameter's."""
+    return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == info.numel
 
 
 def training_flags(parameters: Sequence[nn.Parameter]) -> bytes:

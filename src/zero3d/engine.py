@@ -27,13 +27,17 @@ from zero3d.layout import Layout
 from zero3d.optim.learning_rate import factor
 from zero3d.params import ParamInfo
 from zero3d.pipeline.calling import Call, split
+from zero3d.pipeline.same import refuse_other_data
 from zero3d.pipeline.uneven import Mine, Padding, even_out, own, together
 from zero3d.precision import native_bf16
+from zero3d.replicas import check_replicas
 from zero3d.step import Done, evaluate_step, train_step
 from zero3d.watch import first_non_finite
 
 MOST_SKIPS = 10
 """fp16: so many steps in a row without finite gradients are no matter of the loss scale any more."""
+CHECKED_STEPS = 3
+"""In which the ranks that share a replica are looked at for having the same data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +175,8 @@ class Engine:
         self._sample, self._last = next(iter(own(micro_batches)), self._sample), done
         self._steps += 1
         self._updates += done.updated
+        if self.config.run.check_every and self._steps % self.config.run.check_every == 0:
+            self.check_replicas()
         return StepReport(
             step=self._steps,
             loss=done.totals.mean_loss,
@@ -195,7 +201,7 @@ class Engine:
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """The batches of this rank's `loader`, then None until the loaders of all ranks have ended: loops over it end
         together. Each turn is collective."""
-        return together(loader, self._parts.axis.inner, self.device)
+        return together(loader, self._mesh.everyone, self.device)
 
     @contextmanager
     def gathered(self, *, write: bool = False) -> Iterator[nn.Module]:
@@ -248,6 +254,11 @@ class Engine:
         self._take(edit(self._parts, self._mesh.sharding, change, self._assemble))
         self._closed = False
 
+    def check_replicas(self) -> None:
+        """Raises `DivergedError`, which names a parameter and ranks, where tensor-parallel ranks no longer have the
+        same bits in master weights that they should hold alike. Collective. See also `run.check_every`."""
+        check_replicas(self._parts.infos, self._parts.replica.shards, self._mesh)
+
     def dtype_plan(self) -> list[tuple[str, str]]:
         """(what, dtype) of weights, master weights, gradients, what travels and optimizer state, as they are now."""
         return census.dtypes(self._parts)
@@ -276,7 +287,8 @@ class Engine:
     def _take(self, parts: Parts) -> None:
         """From now on these parts train."""
         self._parts = parts
-        self._access = Access(parts.model, parts.infos, parts.replica, parts.axis, parts.optimizer.fetch)
+        axes = (self._mesh.model, parts.axis)
+        self._access = Access(parts.model, parts.infos, parts.replica, axes, parts.tensor, parts.optimizer.fetch)
         self._last = None
         self._parameters = [parts.model.get_parameter(info.name) for info in parts.infos]
         self.model: nn.Module = parts.model
@@ -290,6 +302,8 @@ class Engine:
         self._refuse_closed()
         own_batches = split(batch, self.config.parallel.micro_batch, self.device)
         flags = training_flags(self._parameters)
+        if self._steps < CHECKED_STEPS:
+            refuse_other_data(batch, self._mesh.model, self._mesh.replica_ranks, self.device)
         mine = Mine(micro_batches=own_batches, seen=self._sample, trained=zlib.crc32(flags))
         micro_batches = even_out(mine, self._parts.axis, self.device)
         if flags != bytes(info.trainable for info in self._parts.infos):
@@ -327,10 +341,10 @@ class Engine:
                 module.training = flag
 
     def _everyones(self, mine: Mapping[str, int]) -> dict[str, list[int]]:
-        size = self.dp_size
-        numbers = torch.zeros(size, len(mine), dtype=torch.int64, device=self.device)
-        numbers[self.dp_index] = torch.tensor(list(mine.values()), device=self.device)
-        self._parts.axis.inner.all_reduce(numbers.view(-1), "report").wait()
+        everyone = self._mesh.everyone
+        numbers = torch.zeros(everyone.size, len(mine), dtype=torch.int64, device=self.device)
+        numbers[everyone.index] = torch.tensor(list(mine.values()), device=self.device)
+        everyone.all_reduce(numbers.view(-1), "report").wait()
         return dict(zip(mine, numbers.t().tolist()))
 
 

@@ -80,6 +80,11 @@ class Layout:
         size = self._group_size(replicas)
         return tuple(line[index::size] for line in self._dp_lines() for index in range(size))
 
+    def model_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that share each replica of the model, pp outside tp; one group for each index on dp."""
+        places = [[Place(dp, tp, pp) for pp in range(self.pp) for tp in range(self.tp)] for dp in range(self.dp)]
+        return tuple(tuple(self.rank(place) for place in group) for group in places)
+
     def _group_size(self, replicas: int) -> int:
         if replicas < 1 or self.dp % replicas:
             raise ValueError(f"dp = {self.dp} cannot be cut into {replicas} equal groups")

@@ -17,7 +17,7 @@ the optimizer as the flat slices that this rank updates. A step ends a sum of gr
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from zero3d import params
-from zero3d.access import Access, Index, refuse_sharded
+from zero3d.access import Access, Index, Uncut, refuse_sharded
 from zero3d.comm.diverged import diverged
 from zero3d.comm.mesh import Mesh, mesh_over, open_mesh, ranks_started
 from zero3d.comm.recorded_axis import RecordedAxis
@@ -38,6 +38,7 @@ from zero3d.optim.clip import clip
 from zero3d.optim.own import OwnOptimizers
 from zero3d.optim.tally import Part, Totals, agree
 from zero3d.params import ParamInfo
+from zero3d.pipeline.stage import whole_count
 from zero3d.precision import Scaler, dtypes_for, native_bf16
 from zero3d.recompute import Recomputed, recompute
 from zero3d.zero.levels import options_for, replica_for
@@ -102,6 +103,7 @@ class OwnParts:
     scaler: Scaler
     turns: OwnTurns
     access: Access
+    tensor: Uncut = field(default_factory=Uncut)
 
     def close(self) -> None:
         """Modules and gradients are the user's again."""
@@ -119,7 +121,7 @@ class Sharded:
         _refuse_unfit(config)
         self._mesh, self._config = mesh, config
         self._optimizers = OwnOptimizers(self._before_step, self._after_step)
-        self._count: Tensor | int | None = None
+        self._count: Tensor | None = None
         self._counts_next = False
         self._backwards = 0
         self._totals: Totals | None = None
@@ -171,9 +173,7 @@ class Sharded:
         """Losses are sums over `count` targets on this rank: gradients are divided by the targets of all ranks
         together. Counts of several backwards of a step add up. Without a call gradients are averaged over ranks, as
         DistributedDataParallel does."""
-        whole = torch.as_tensor(count)
-        if whole.is_floating_point() and bool(whole != whole.round()):
-            raise UsageError(f"{float(whole)} is no number of targets", hint="Give a whole number, or weigh the loss.")
+        count = whole_count(count, "average_over was given")
         if self._totals is not None and not self._used:
             raise UsageError(
                 "average_over comes after the norm was asked for, and would change it",
@@ -185,13 +185,13 @@ class Sharded:
 
     def clip_grad_norm_(self, limit: float) -> float:
         """As torch.nn.utils.clip_grad_norm_ on the whole model: the norm before clipping. Collective."""
-        norm = self.grad_norm()
+        norm = self._norm(self._settled())
         self._coefficient *= min(1.0, limit / (norm + 1e-6))
         return norm
 
     def grad_norm(self) -> float:
-        """Of the averaged gradients, as clipped so far. Collective."""
-        return clip(self._settled().squares, self._divisor, 0.0).norm * self._coefficient
+        """Of the averaged gradients, as clipped so far. Between backward and `optimizer.step()`. Collective."""
+        return self._norm(self._summed())
 
     @contextmanager
     def gathered(self, *, write: bool = False) -> Iterator[nn.Module]:
@@ -216,8 +216,9 @@ class Sharded:
         return self._parts.access.load(state, strict=strict)
 
     def grad_of(self, name: str, part: Index = None) -> Tensor:
-        """The whole averaged gradient of a parameter before clipping, fp32, or a `part` of it. Collective."""
-        self._settled()
+        """The whole averaged gradient of a parameter before clipping, fp32, or a `part` of it. Between backward and
+        `optimizer.step()`. Collective."""
+        self._summed()
         return self._parts.access.gradient_of(name, part).div_(self._divisor)
 
     def weight_of(self, name: str, part: Index = None) -> Tensor:
@@ -279,7 +280,7 @@ class Sharded:
                 began=self._backward_begins,
                 changed=self._sum_changes,
             ),
-            access=Access(model, infos, replica, mesh.axes["dp"]),
+            access=Access(model, infos, replica, [mesh.axes["dp"]], Uncut()),
         )
 
     def _backward_begins(self) -> None:
@@ -308,21 +309,38 @@ class Sharded:
         parts = self._parts
         if self._used == set(self._optimizers.names_of):
             self._forget_totals()
+        elif not self._used and parts.turns.thrown_away:
+            self._totals = None
         if self._totals is None:
-            parts.turns.settle()
+            coefficient = self._coefficient  # What one optimizer threw away leaves the others' clipped.
+            arrivals = dict.fromkeys(parts.turns.settle(), 0)
             part = Part(
                 losses=[torch.zeros((), device=parts.device)],
-                counts=[torch.as_tensor(1 if self._count is None else self._count).to(parts.device, torch.int64)],
+                counts=[(torch.tensor(1) if self._count is None else self._count).to(parts.device)],
                 norms=parts.replica.norms() if self._mesh.counts_norms else (),
-                arrivals=parts.replica.arrivals(),
+                arrivals={**parts.replica.arrivals(), **arrivals},
                 digest=parts.axis.digest,
             )
-            totals = agree(part, parts.axis, parts.device)
+            totals = agree(part, parts.axis, self._mesh.model, parts.device)
             if not totals.same_calls:
                 raise diverged(parts.axis, parts.device, "since the last step")
             parts.axis.start_step()
-            self._totals, self._divisor = totals, max(totals.count, 1)
+            self._totals, self._divisor, self._coefficient = totals, max(totals.count, 1), coefficient
         return self._totals
+
+    def _summed(self) -> Totals:
+        """`_settled` for who asks about gradients; raises on every rank where none of them has any."""
+        totals = self._settled()
+        if len(totals.unused) == len(self._parts.replica.arrivals()):
+            self._forget_totals()
+            raise UsageError(
+                "no gradient has been summed since the last step, or since zero_grad",
+                hint="Call grad_of and grad_norm between loss.backward() and optimizer.step().",
+            )
+        return totals
+
+    def _norm(self, totals: Totals) -> float:
+        return clip(totals.squares, self._divisor, 0.0).norm * self._coefficient
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer in self._used:

@@ -4,6 +4,7 @@ A parameter that several modules share is one ParamInfo: its name is the first i
 the others are its `ties`.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -11,16 +12,29 @@ from math import prod
 import torch
 from torch import nn
 
+from zero3d.slicing import Slicing
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParamInfo:
-    """What the user's model says about one parameter, whatever a rank holds of it."""
+    """What the user's model says about one parameter, whatever a rank holds of it.
+
+    slicing: how it is cut over tensor-parallel ranks; None where each has all of it.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
     ties: tuple[str, ...] = ()
+    slicing: Slicing | None = None
+
+    @property
+    def local(self) -> "ParamInfo":
+        """The same as this rank's model has it: a parameter of its own right."""
+        if self.slicing is None:
+            return self
+        return dataclasses.replace(self, shape=self.slicing.local_shape(self.shape), slicing=None)
 
     @property
     def numel(self) -> int:

@@ -1,8 +1,9 @@
 """Dropout that depends on (seed, step, micro-batch, dp index, block) alone.
 
 Before each block's forward the generator is set from these five numbers; what comes between blocks goes on from
-the block before. No history: any layout draws the same, and a resumed run needs no generator state. The user's own
-generator is put back after the step.
+the block before. Where activations are cut over tensor-parallel ranks each rank draws from a stream of its own. No
+history: any layout draws the same, and a resumed run needs no generator state. The user's own generator is put back
+after the step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero3d.recompute import in_backward, untraced
@@ -21,14 +22,20 @@ _MASK = (1 << 64) - 1
 class Randomness:
     """Sets the generators of the CPU and of `device` as a step goes along."""
 
-    def __init__(self, seed: int, dp_index: int, device: torch.device) -> None:
+    def __init__(self, seed: int, dp_index: int, device: torch.device, tp_index: int = 0) -> None:
         self._fixed = (seed, dp_index)
+        self._tp_index = tp_index
         self._device = device
+        self._apart = False
+        self._cut_seed = -1
+        self._whole: list[Tensor] = []
         self._step = 0
         self._micro_batch: int | None = None
         self._hooks: list[RemovableHandle] = []
 
-    def watch(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    def watch(self, model: nn.Module, blocks: Sequence[nn.Module], *, apart: bool = False) -> None:
+        """`apart`: what blocks compute is cut everywhere."""
+        self._apart = apart
         self._hooks = [
             block.register_forward_pre_hook(untraced(model)(self._hook(number)))
             for number, block in enumerate(blocks, start=1)
@@ -53,6 +60,23 @@ class Randomness:
         self._micro_batch = micro_batch
         self._set(0)
 
+    def enter_cut(self, number: int) -> None:
+        """Activations are cut from here on, in module `number`. All comes from the generator's own seed, which a
+        recomputation restores."""
+        seed = torch.default_generator.initial_seed()
+        if self._micro_batch is None or self._apart or seed == self._cut_seed:
+            return
+        self._cut_seed = mixed(seed, number, self._tp_index)
+        self._whole = [generator.get_state() for generator in self._generators()]
+        for generator in self._generators():
+            generator.manual_seed(self._cut_seed)
+
+    def leave_cut(self) -> None:
+        """They are whole again, and what is drawn is the same on all tensor-parallel ranks."""
+        if self._whole and torch.default_generator.initial_seed() == self._cut_seed:
+            for generator, state in zip(self._generators(), self._whole):
+                generator.set_state(state)
+
     def _hook(self, number: int) -> Any:
         def set_before_block(*_: Any) -> None:
             # A recomputation restores the state that the block's first forward began with.
@@ -63,10 +87,16 @@ class Randomness:
 
     def _set(self, block: int) -> None:
         assert self._micro_batch is not None
-        seed = mixed(*self._fixed, self._step, self._micro_batch, block)
-        torch.default_generator.manual_seed(seed)
+        apart = (self._tp_index,) if self._apart and block else ()
+        seed = mixed(*self._fixed, self._step, self._micro_batch, block, *apart)
+        for generator in self._generators():
+            generator.manual_seed(seed)
+
+    def _generators(self) -> list[torch.Generator]:
+        found = [torch.default_generator]
         if self._device.type == "cuda":
-            torch.cuda.default_generators[self._device.index or 0].manual_seed(seed)
+            found.append(torch.cuda.default_generators[self._device.index or 0])
+        return found
 
 
 def mixed(*numbers: int) -> int:

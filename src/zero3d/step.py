@@ -28,13 +28,12 @@ def train_step(parts: Parts, micro_batches: Sequence[Batch], step: int, lr: floa
     `lr` is a factor of the optimizer's own learning rate. Losses and gradients are sums until the very end, when
     they are divided by the number of targets that all ranks together counted.
     """
-    parts.axis.start_step()
-    parts.stage.start()
+    _start(parts)
     with parts.randomness.step(step):
         run(parts.actions(len(micro_batches)), {0: parts.stage}, parts.replica, micro_batches)
     shards = parts.replica.finish()
 
-    totals = agree(_mine(parts), parts.axis, parts.device)
+    totals = agree(_mine(parts), parts.axis, parts.model_axis, parts.device)
     divisor = max(totals.count, 1) * parts.scaler.scale
     clipping = clip(totals.squares, divisor, parts.clip_norm)
     updated = totals.finite and totals.same_calls and totals.count > 0
@@ -48,18 +47,24 @@ def train_step(parts: Parts, micro_batches: Sequence[Batch], step: int, lr: floa
 @torch.no_grad()
 def evaluate_step(parts: Parts, micro_batches: Sequence[Batch]) -> Totals:
     """The loss alone, as `train_step` averages it. Collective."""
-    parts.axis.start_step()
-    parts.stage.start()
+    _start(parts)
     for micro_batch in micro_batches:
         parts.stage.evaluate(micro_batch)
-    return agree(_mine(parts, trains=False), parts.axis, parts.device)
+    return agree(_mine(parts, trains=False), parts.axis, parts.model_axis, parts.device)
+
+
+def _start(parts: Parts) -> None:
+    for axis in parts.axes:
+        axis.start_step()
+    parts.stage.start()
 
 
 def _mine(parts: Parts, *, trains: bool = True) -> Part:
     return Part(
         losses=[outcome.loss for outcome in parts.stage.outcomes],
         counts=[outcome.count for outcome in parts.stage.outcomes],
-        norms=parts.replica.norms() if trains and parts.counts_norms else (),
+        norms=parts.replica.norms(parts.uncounted) if trains and parts.counts_norms else (),
         arrivals=parts.replica.arrivals() if trains else {},
         digest=parts.axis.digest,
+        speaks=parts.model_axis.index == 0,
     )

@@ -20,8 +20,8 @@ from zero3d.data.prepare import Prepared
 from zero3d.data.tokenizers import BYTES, Tokenizer, tokenizer_for
 from zero3d.engine import Engine, StepReport
 from zero3d.models.gpt import generate
-from zero3d.models.losses import next_token_loss
 from zero3d.planner.memory import ModelStates, at_each_level
+from zero3d.tensor.loss import next_token_loss
 
 HELDOUT_TOKENS = 1 << 17
 """Held-out tokens that are evaluated, at most: enough for the third digit, little beside the training."""
@@ -32,7 +32,8 @@ PROMPT_TOKENS, SAMPLE_TOKENS, TEMPERATURE = 64, 200, 0.7
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What will run, known before the first step. `predicted`: model states of one rank at levels 0 to 3."""
+    """What will run, known before the first step. parameters, trainable: of the whole model; predicted: model states
+    of one rank at levels 0 to 3, of what tensor parallelism has left it."""
 
     config: Config
     world: int
@@ -132,6 +133,9 @@ def _plan(engine: Engine, prepared: Prepared) -> Plan:
     config, infos = engine.config, engine.parameters
     parameters = sum(info.numel for info in infos)
     trained = sum(info.numel for info in infos if info.trainable)
+    mine = [info.local for info in infos]
+    frozen_here = sum(info.numel for info in mine if not info.trainable)
+    trained_here = sum(info.numel for info in mine if info.trainable)
     length = config.data.sequence_length
     return Plan(
         config=config,
@@ -140,7 +144,7 @@ def _plan(engine: Engine, prepared: Prepared) -> Plan:
         parameters=parameters,
         trainable=trained,
         dtypes=engine.dtype_plan(),
-        predicted=at_each_level(config, trained, engine.dp_size, parameters - trained),
+        predicted=at_each_level(config, trained_here, engine.dp_size, frozen_here),
         train_tokens=len(prepared.train),
         train_bytes=prepared.train_bytes,
         heldout_windows=min(num_windows(prepared.heldout, length), max(HELDOUT_TOKENS // length, 1)),

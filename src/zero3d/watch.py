@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.assemble import Parts
-from zero3d.contracts import Axis, Batch
+from zero3d.comm.texts import everyones_text
+from zero3d.contracts import Batch
 from zero3d.pipeline.runtime import run
 from zero3d.trees import tensors_in
-
-_TEXT = 400
 
 
 def first_non_finite(parts: Parts, micro_batches: Sequence[Batch], step: int) -> list[str]:
@@ -34,7 +33,7 @@ def first_non_finite(parts: Parts, micro_batches: Sequence[Batch], step: int) ->
     elif gradients:
         said.append(f"forward was finite, it began in the backward of {gradients[0].rpartition('.')[0] or 'the model'}")
     mine = f"rank {parts.axis.index}: {', '.join(said)}" if said else ""
-    return [text for text in _everyones(mine, parts.axis, parts.device) if text]
+    return [text for text in everyones_text(mine, parts.axis, parts.device, "what went wrong") if text]
 
 
 @contextmanager
@@ -64,13 +63,3 @@ def _watching(model: nn.Module, modules: list[str], gradients: list[str]) -> Ite
 
 def _finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
-
-
-def _everyones(text: str, axis: Axis, device: torch.device) -> list[str]:
-    """The texts of all ranks, cut to 400 bytes each."""
-    mine = torch.zeros(_TEXT, dtype=torch.uint8)
-    data = text.encode()[:_TEXT]
-    mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-    every = torch.zeros(axis.size * _TEXT, dtype=torch.uint8, device=device)
-    axis.all_gather(every, mine.to(device), "what went wrong").wait()
-    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in every.view(axis.size, -1)]

@@ -11,6 +11,9 @@ from zero3d.cli.train import INTERRUPTED
 SURFACE = {
     "zero3d": ["--version"],
     "train": ["CONFIG", "-n/--ranks", "--set", "--json", "--allow-code", "--debug"],
+    "show": [],
+    "show layout": ["CONFIG", "-n/--ranks", "--set", "--json", "--allow-code"],
+    "show schedule": ["--schedule", "--stages", "--micro-batches", "--ranks", "--picture", "--json"],
     "verify": ["CONFIG", "-n/--ranks", "--steps", "--set", "--json", "--allow-code", "--debug"],
 }
 
@@ -20,6 +23,7 @@ def test_verbs_and_options() -> None:
     found = {"zero3d": _options(group)}
     for name, command in group.commands.items():  # type: ignore[attr-defined]
         found[name] = _options(command)
+        found |= {f"{name} {below}": _options(one) for below, one in getattr(command, "commands", {}).items()}
     assert found == SURFACE
 
 

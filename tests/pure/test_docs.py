@@ -18,7 +18,10 @@ DOCTESTS = [
     "config",
     "comm.bucket",
     "optim.learning_rate",
-    "pipeline.schedules.accumulate",
+    "pipeline.action",
+    "pipeline.bubbles",
+    "pipeline.partition",
+    *(f"pipeline.schedules.{name}" for name in ("accumulate", "gpipe", "one_f_one_b", "placement", "zero_bubble")),
     "planner.memory",
 ]
 MADE_BY_RUNS = {"config.toml"}

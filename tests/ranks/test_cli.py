@@ -15,29 +15,12 @@ import psutil
 import pytest
 from rich.cells import cell_len
 
+from tests.command import CONFIG, ZERO3D, fill, zero3d
 from zero3d.config import Config
 from zero3d.records import TensorBoard
 
 pytestmark = pytest.mark.cli
 
-ZERO3D = [sys.executable, "-m", "zero3d"]
-TEXT = "".join(f"def f{n}(x):\n    return x + {n}\n\n" for n in range(400))
-CONFIG = """
-[run]
-name = "tiny"
-out = "out"
-steps = 4
-[model]
-width = 32
-layers = 2
-heads = 2
-[data]
-source = "text.py"
-sequence_length = 32
-global_batch = 4
-[parallel]
-dp = 2
-"""
 STEP_KEYS = ["event", "step", "loss", "tokens", "grad_norm", "lr", "skipped", "seconds"]
 DONE_KEYS = [
     "event",
@@ -54,14 +37,7 @@ FOREVER = ("--set", "run.steps=1000000")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A user's folder with a configuration and a text."""
-    (tmp_path / "tiny.toml").write_text(CONFIG)
-    (tmp_path / "text.py").write_text(TEXT)
-    return tmp_path
-
-
-def zero3d(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([*ZERO3D, *words], cwd=folder, capture_output=True, text=True, timeout=120)
+    return fill(tmp_path)
 
 
 @pytest.mark.parametrize(

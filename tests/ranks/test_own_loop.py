@@ -307,7 +307,29 @@ def unfreezing(side: Any) -> tuple[list[float], dict[str, Tensor]]:
     return [], weights_of(model, sharded)
 
 
+def never_mind(side: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Sums that are thrown away, all or one optimizer's, with a step right after and no backward between."""
+    model = net()
+    first = torch.optim.SGD([*model.enter.parameters(), *model.blocks.parameters()], lr=0.1, momentum=0.9)
+    second = torch.optim.AdamW(model.leave.parameters(), lr=0.01)
+    sharded = side.shard(model, first, second)
+    numbers = []
+    for step in range(6):
+        sharded.backward(lambda x: model(x).square().mean(), batch(step))
+        if step % 2:
+            numbers.append(sharded.clip_grad_norm_(0.1))
+        if step in (2, 3):
+            first.zero_grad()
+        if step in (1, 2, 3, 4):
+            second.zero_grad()
+        first.step()
+        second.step()
+        model.zero_grad() if isinstance(sharded, Plain) else None
+    return numbers, weights_of(model, sharded)
+
+
 STORIES: list[Story] = [
+    never_mind,
     unfreezing,
     subclassed,
     auxiliary,
@@ -414,6 +436,7 @@ def refused() -> list[str]:
         lambda: (zero3d.shard(twice), zero3d.shard(twice)),
         lambda: own.step(lambda: None),
         lambda: sharded.average_over(2.5),  # type: ignore[arg-type]
+        lambda: sharded.average_over(torch.tensor(float("nan"))),
         lambda: (other.close(), left.step()),
     ):
         try:
@@ -426,7 +449,7 @@ def refused() -> list[str]:
 
 def test_what_cannot_be_honoured_is_refused() -> None:
     told = ["state", "no trainable parameter", "whole matrices", "fp16", "gradients", "level = 7"]
-    told += ["sharded already", "closure", "2.5 is no number", "closed"]
+    told += ["sharded already", "closure", "given 2.5 targets", "given nan targets", "closed"]
     for text, word in zip(run_ranks(1, refused)[0], told, strict=True):
         assert word in text
 
@@ -534,6 +557,51 @@ def copied(level: int) -> bool:
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_a_copy_is_plain(level: int) -> None:
     assert run_ranks(RANKS, copied, level) == [True, True]
+
+
+def asked_too_late(level: int) -> tuple[list[str], float, list[bool], Tensor]:
+    """Where gradients are asked for that nobody has; then a step of rank 0's gradients alone."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sharded = zero3d.shard(model, optimizer, level=level)
+    rank, told = torch.distributed.get_rank(), []
+
+    def ask() -> None:
+        for question in (sharded.grad_norm, lambda: sharded.grad_of("leave.bias")):
+            try:
+                question()
+                told.append("")
+            except zero3d.UsageError as error:
+                told.append(str(error))
+
+    ask()
+    model(batch(0)[rank]).square().mean().backward()
+    optimizer.step()
+    ask()
+    optimizer.zero_grad()
+    ask()
+    model(batch(0)[rank]).square().mean().backward()
+    sharded.clip_grad_norm_(1.0)
+    optimizer.zero_grad()
+    ask()
+    norm = sharded.clip_grad_norm_(1.0)
+    before = sharded.full_state_dict()
+    optimizer.step()
+    same = [torch.equal(value, before[name]) for name, value in sharded.full_state_dict().items()]
+    optimizer.zero_grad()
+    sharded.average_over(4 if rank == 0 else 0)
+    if rank == 0:
+        model(batch(1)[0]).sum().backward()
+    return told, norm, same, sharded.grad_of("leave.bias")
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_gradients_that_no_rank_has_are_told_of_and_those_of_one_rank_are_everyones(level: int) -> None:
+    """Clipping and stepping nothing stays what it is in plain torch: nothing."""
+    for told, norm, same, bias in run_ranks(RANKS, asked_too_late, level):
+        assert len(told) == 8 and all("between loss.backward() and optimizer.step()" in text for text in told), told
+        assert norm == 0 and all(same)
+        assert bias.tolist() == [1.0, 1.0, 1.0]
 
 
 def misused() -> tuple[bool, bool, list[str], float]:

@@ -62,6 +62,8 @@ def refusals() -> dict[str, str]:
         "ragged": text_of(lambda: engine().step(ragged)),
         "keys": text_of(lambda: engine().step({"ids": batch["tokens"]})),
         "loss": text_of(lambda: engine(loss=lambda out, batch: out).step(batch)),
+        "count": text_of(lambda: engine(loss=lambda out, batch: (out.sum(), 2.5)).step(batch)),
+        "no count": text_of(lambda: engine(loss=lambda out, batch: (out.sum(), torch.tensor(torch.inf))).step(batch)),
         "gradient": text_of(lambda: engine().grad_of("norm.weight")),
         "name": text_of(lambda: engine().grad_of("norm.wait")),
     }
@@ -85,6 +87,8 @@ EXPECTED = {
     "ragged": "3, 4",
     "keys": "ids",
     "loss": "0-dim",
+    "count": "counted 2.5 targets",
+    "no count": "counted inf targets",
     "gradient": "engine.step",
     "name": "norm.wait",
 }

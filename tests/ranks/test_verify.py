@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero3d
-from tests import tiny
+from tests import command, tiny
 from tests.world import run_ranks
 from zero3d.comparison import Comparison
 
@@ -164,20 +164,6 @@ def test_differences_that_rounding_explains_are_notes() -> None:
     assert "nothing to compare" in refused
 
 
-CONFIG = """
-[run]
-out = "out"
-[model]
-width = 32
-layers = 2
-heads = 2
-[data]
-source = "text.py"
-sequence_length = 32
-global_batch = 4
-[parallel]
-dp = 2
-"""
 STRAYING = """
 import os
 from torch import nn
@@ -199,15 +185,12 @@ COMPARE_KEYS = ["event", "step", "verdict", "loss", "grad_norm", "gradient", "we
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "tiny.toml").write_text(CONFIG)
-    (tmp_path / "text.py").write_text("".join(f"def f{n}(x):\n    return x + {n}\n\n" for n in range(400)))
     (tmp_path / "mine.py").write_text(STRAYING)
-    return tmp_path
+    return command.fill(tmp_path)
 
 
-def verify(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "zero3d", "verify", "tiny.toml", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+def verify(folder: Path, *words: str) -> Any:
+    return command.zero3d(folder, "verify", "tiny.toml", *words)
 
 
 @pytest.mark.cli
@@ -229,6 +212,18 @@ def test_a_difference_leaves_with_4_and_is_told_to_programs_too(folder: Path) ->
     assert last["event"] == "done" and last["verdict"] == "different" and last["steps"] == 1
     assert last["first_difference"].items() >= {"step": 1, "kind": "gradient", "parameter": "embed.weight"}.items()
     assert (folder / "out" / "verify.jsonl").read_text() == done.stdout
+
+
+@pytest.mark.cli
+def test_under_torchrun_a_difference_ends_the_launcher_too(folder: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = ["-m", "zero3d", "verify", "tiny.toml", "--steps", "1", "--json"]
+    equal = subprocess.run([*launcher, *words], cwd=folder, capture_output=True, text=True, timeout=120)
+    assert equal.returncode == 0, equal.stderr
+    words += ["--allow-code", "--set", "model.path=mine:Mine"]
+    differs = subprocess.run([*launcher, *words], cwd=folder, capture_output=True, text=True, timeout=120)
+    assert differs.returncode != 0 and "exitcode  : 4 " in differs.stderr, differs.stderr
+    assert json.loads(differs.stdout.splitlines()[-1])["verdict"] == "different"
 
 
 @pytest.mark.cli

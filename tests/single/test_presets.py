@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from zero3d.config import Model
+from zero3d import config_checks
+from zero3d.config import Config, Model
 from zero3d.errors import ConfigError
 from zero3d.models.gpt import GPT
-from zero3d.models.presets import build_function
+from zero3d.models.llama import Llama
+from zero3d.models.presets import PRESETS, build_function
 
 CODE = """
 import torch
@@ -68,6 +70,30 @@ def test_gpt_gets_its_shape_from_the_configuration() -> None:
     assert gpt.config.dropout == 0.1 and gpt.head.weight is not gpt.embedding.weight
 
 
+def test_llama_gets_its_shape_from_the_configuration() -> None:
+    model = Model(preset="llama", width=24, layers=3, heads=4, kv_heads=2, mlp_width=40, dropout=0.1, tied=True)
+    llama = build_function(model, 100, 32)()
+    assert isinstance(llama, Llama) and len(llama.blocks) == 3
+    assert llama(torch.zeros(1, 32, dtype=torch.long)).shape == (1, 32, 100)
+    assert llama.config.dropout == 0.1 and llama.head.weight is llama.embedding.weight
+    block = llama.blocks[0]
+    assert block.attention.q.weight.shape == (24, 24) and block.attention.k.weight.shape == (12, 24)
+    assert block.mlp.gate.weight.shape == block.mlp.up.weight.shape == (40, 24)
+
+
+def test_keys_left_out_are_as_usual_for_the_preset() -> None:
+    gpt, llama = (build_function(Model(preset=preset, width=192), 100, 32)() for preset in ("gpt", "llama"))
+    assert isinstance(gpt, GPT) and gpt.head.weight is gpt.embedding.weight
+    assert isinstance(llama, Llama) and llama.head.weight is not llama.embedding.weight
+    assert llama.blocks[0].attention.v.weight.shape == (192, 192)
+    assert llama.blocks[0].mlp.up.weight.shape == (512, 192)
+    assert build_function(Model(preset="llama", width=194, heads=1), 100, 32)().config.inner_width == 576
+
+
+def test_presets_that_are_checked_are_those_that_can_be_built() -> None:
+    assert tuple(PRESETS) == config_checks.PRESETS
+
+
 def test_an_unknown_preset_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="no preset 'gtp'") as caught:
         build_function(Model(preset="gtp"), 100, 32)
@@ -77,13 +103,27 @@ def test_an_unknown_preset_is_refused_with_the_nearest() -> None:
     assert "gpt" in caught.value.hint
 
 
-def test_heads_that_do_not_divide_the_width_are_refused_with_those_that_do() -> None:
-    with pytest.raises(ConfigError, match="width = 24 cannot be split into 5 heads") as caught:
-        build_function(Model(width=24, heads=5), 100, 32)
-    assert caught.value.hint == "heads that work: 1, 2, 3, 4, 6, 12"
+@pytest.mark.parametrize(
+    ("sizes", "message", "hint"),
+    [
+        ({"width": 24, "heads": 5}, "width = 24 does not divide into model.heads = 5", "fit: 4 or 6."),
+        ({"width": 9, "heads": 3}, "width = 9 does not divide into model.heads = 3", "Set an even model.width."),
+        ({"preset": "llama", "width": 24, "heads": 5}, "does not divide into model.heads = 5", "fit: 4 or 6."),
+        (
+            {"preset": "llama", "heads": 4, "kv_heads": 3},
+            "model.heads = 4 does not divide into model.kv_heads = 3",
+            "KV heads that fit: 1 or 2 or 4.",
+        ),
+        ({"preset": "llama", "heads": 4, "kv_heads": 8}, "model.kv_heads = 8", "KV heads that fit: 1 or 2 or 4."),
+        ({"kv_heads": 2}, "model.kv_heads = 2 means nothing to model.preset = 'gpt'", '"llama"'),
+        ({"mlp_width": 99}, "model.mlp_width = 99 means nothing to model.preset = 'gpt'", '"llama"'),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_with_those_that_do(sizes: object, message: str, hint: str) -> None:
+    """By the configuration, before anything is built."""
     with pytest.raises(ConfigError) as caught:
-        build_function(Model(width=9, heads=3), 100, 32)
-    assert caught.value.hint == "the width must be even"
+        Config.load({"model": sizes})
+    assert message in caught.value.message and hint in caught.value.hint
 
 
 def test_code_is_run_only_when_allowed(package: str) -> None:

@@ -3,17 +3,23 @@
 import importlib.util
 import inspect
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zero3d.cli import machine
 from zero3d.cli.style import size
 from zero3d.config import Config
 from zero3d.data.prepare import Prepared, Progress, prepare
 from zero3d.data.sources import STDLIB
-from zero3d.errors import ConfigError, DataError
-from zero3d.planner.memory import at_each_level
+from zero3d.data.tokenizers import tokenizer_for
+from zero3d.data.tokens import TokenFile, is_token_file
+from zero3d.errors import ConfigError, DataError, UsageError
+from zero3d.planner.memory import ModelStates, at_each_level
+
+if TYPE_CHECKING:
+    from zero3d.params import ParamInfo
 
 PROCESS_BYTES = 350 << 20
 """What a rank takes before it holds anything: Python and torch."""
@@ -35,7 +41,8 @@ def choose_ranks(config: Config, asked: int | None) -> int:
         return asked
     if layout.dp != "auto":
         return layout.dp * layout.tp * layout.pp
-    return machine.gpus() or machine.cpu_cores()
+    share = layout.tp * layout.pp
+    return max((machine.gpus() or machine.cpu_cores()) // share, 1) * share
 
 
 def check_started(asked: int | None, world: int) -> None:
@@ -115,40 +122,53 @@ def prepare_data(config: Config, progress: Progress | None, name: str = "") -> P
     return prepare(config.data, tokens_folder(config), progress, name=name)
 
 
+def vocabulary_of(config: Config) -> int:
+    """Token kinds, without reading any text."""
+    given = Path(config.data.source).expanduser()
+    if config.data.source != STDLIB and is_token_file(given):
+        return TokenFile.open(given).header.vocabulary
+    return tokenizer_for(config.data.tokenizer).vocabulary
+
+
 def tokens_folder(config: Config) -> Path:
     return Path(config.run.out) / "tokens"
 
 
 def check_model(config: Config, prepared: Prepared, ranks: int, allow_code: bool) -> None:
-    """The model can be built, the optimizer exists, and all ranks' model states fit into memory."""
+    """The model can be built and cut, the optimizer exists, and all ranks' model states fit into memory."""
     # Here, not above: what is wrong in the configuration is told before torch is loaded.
     import torch
 
     from zero3d.models.presets import build_function
     from zero3d.optim.assignment import assign
-    from zero3d.params import collect
+    from zero3d.outline import blocks_of_stages, outline
 
     build = build_function(config.model, prepared.vocabulary, config.data.sequence_length, allow_code=allow_code)
+    resolved = config.resolved(ranks, native_bf16=False)
     try:
         with torch.device("meta"):
             model = build()
             check_forward(config, model.forward)
-            infos = collect(model)
-    except ConfigError:
+        found = outline(model, resolved)
+    except UsageError:
         raise
     except Exception:
         # Code of the user's own that needs real tensors: what the ranks say of it is closer to the cause.
         return
-    assign(config.optimizer.name, config.optimizer, config.zero.whole_parameters, infos)
-    resolved = config.resolved(ranks, native_bf16=False)
+    assignment = assign(config.optimizer.name, config.optimizer, config.zero.whole_parameters, found.infos)
+    found.tensor.refuse_whole(assignment.whole)
     if machine.gpus():
         return
-    assert resolved.parallel.dp != "auto"
-    trained = sum(info.numel for info in infos if info.trainable)
-    frozen = sum(info.numel for info in infos) - trained
-    predicted = at_each_level(resolved, trained, resolved.parallel.dp, frozen)
-    states = predicted[resolved.zero.level].total
+    stages = blocks_of_stages(len(found.blocks), resolved.parallel.pp)
+    states = max(predicted(resolved, found.held(blocks))[resolved.zero.level].total for blocks in stages)
     _check_memory(ranks, PROCESS_BYTES + states, f"with {size(states)} of model states each")
+
+
+def predicted(config: Config, held: "Sequence[ParamInfo]") -> list[ModelStates]:
+    """Model states at each level of a rank whose part of the model has these parameters. `config`: resolved."""
+    assert config.parallel.dp != "auto", "resolved"
+    numel = {kind: sum(info.numel for info in held if info.trainable is kind) for kind in (True, False)}
+    return at_each_level(config, numel[True], config.parallel.dp, numel[False])
 
 
 def check_forward(config: Config, forward: Callable[..., object]) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, cast
 
 import typer
 
-from zero3d.cli import train, verify
+from zero3d.cli import show, train, verify
 
 app = typer.Typer(
     name="zero3d",
@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 app.command("train")(train.command)
 app.command("verify")(verify.command)
+app.add_typer(show.app, name="show")
 
 
 def _show_version(asked: bool) -> None:
@@ -45,11 +46,11 @@ def entry() -> None:
         sys.exit(app(prog_name="zero3d", standalone_mode=False))
     except UsageError as error:
         told = str(error.format_message())  # type: ignore[attr-defined]
-        if not sys.argv[1:]:  # then it is the help
+        if not sys.argv[1:] or not told:  # then it is the help, which may be printed already
             print(told)
         else:
             # typer's own frame would break words and paths where the window is narrow.
-            verbs = [command.name for command in app.registered_commands]
+            verbs = [*(one.name for one in app.registered_commands), *(one.name for one in app.registered_groups)]
             verb = f" {sys.argv[1]}" if sys.argv[1] in verbs else ""
             print(f"zero3d: {told}\n`zero3d{verb} --help` lists what there is.", file=sys.stderr)
         sys.exit(2)

@@ -8,6 +8,15 @@ from typing import Annotated
 import typer
 
 ConfigPath = Annotated[Path, typer.Argument(help="A TOML file, such as examples/demo.toml.", metavar="CONFIG")]
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        "-n",
+        "--ranks",
+        min=1,
+        help="Ranks to start on this machine. Left out: parallel.dp, or one a GPU, or one a CPU core.",
+    ),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Set one key, such as zero.level=3. May be repeated."),

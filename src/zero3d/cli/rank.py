@@ -30,6 +30,13 @@ RANK_0_SECONDS = 5.0
 """How long the other ranks wait, under torchrun, for rank 0 to tell what all of them found."""
 
 
+def started_as(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """(rank, world), where we or torchrun have started this process as a rank."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    return None
+
+
 def run_as_rank(work: Callable[[], None], environment: Mapping[str, str], *, debug: bool, as_json: bool) -> int:
     """Does `work`; what it raises is written down for the parent, or printed under torchrun. -> exit code."""
     # Waiting for another rank happens in native code, where only the default handlers end a process at once.

@@ -92,16 +92,17 @@ def _verdict(mine: float, orders: dict[int, float], plan: "Plan") -> Text:
 def what_was_held(summary: "Summary") -> PlainTable:
     """Bytes that each rank really held after the last step, by kind, and what was predicted."""
     kinds = [kind for kind in KINDS if any(summary.held_bytes.get(kind, []))]
-    drop = ["buffers", "activations", "sent", "gradients", "optimizer"]
-    table = PlainTable("Bytes held by each rank, and sent in a step", ["rank"], [*kinds, "sent"], drop=drop)
-    sent = [sum(axes) for axes in zip(*summary.sent_bytes.values(), strict=True)]
+    sent = summary.sent_bytes or {"": [0] * summary.plan.world}
+    over = [f"sent over {axis}" if len(sent) > 1 or axis not in ("", "dp") else "sent" for axis in sent]
+    drop = ["buffers", "activations", *over, "gradients", "optimizer"]
+    table = PlainTable("Bytes held by each rank, and sent in a step", ["rank"], [*kinds, *over], drop=drop)
     ranks = min(summary.plan.world, MOST_RANKS)
     for rank in range(ranks):
         held = [size(summary.held_bytes[kind][rank]) for kind in kinds]
-        table.add_row(str(rank), *held, size(sent[rank] if sent else 0))
+        table.add_row(str(rank), *held, *(size(by_rank[rank]) for by_rank in sent.values()))
     states = summary.plan.predicted[summary.plan.config.zero.level]
     predicted = [size(getattr(states, kind)) if hasattr(states, kind) else "" for kind in kinds]
-    table.add_row("predicted", *predicted, "", style="dim")
+    table.add_row("predicted", *predicted, *[""] * len(over), style="dim")
     return table
 
 

@@ -70,7 +70,8 @@ def _twice(options: Options, config: Config, world: int) -> Suggestion | None:
     twice = world * 2
     if twice > (machine.gpus() or max(machine.cpu_cores(), CROWD)):
         return None
-    changes = {"parallel.dp": f"{twice}"} if config.parallel.dp != "auto" else {}
+    dp = config.parallel.dp
+    changes = {"parallel.dp": f"{dp * 2}"} if dp != "auto" else {}
     asked = replace(options, ranks=twice) if options.ranks is not None or not changes else options
     return _checked(asked, config, twice, "the same global batch on twice the ranks", changes, f"{twice}ranks")
 

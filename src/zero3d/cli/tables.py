@@ -1,5 +1,6 @@
 """What is shown before a run, as rich tables and panels. Nothing here prints; results.py is for after it."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
@@ -9,7 +10,9 @@ from rich.text import Text
 
 from zero3d.cli.plain_table import PlainTable
 from zero3d.cli.style import count, size
-from zero3d.planner.memory import LEVELS
+from zero3d.config import Config
+from zero3d.layout import AXES, Layout, Place
+from zero3d.planner.memory import LEVELS, ModelStates
 
 if TYPE_CHECKING:
     from zero3d.train import Plan
@@ -18,6 +21,8 @@ SHARDED = ("nothing", "optimizer state", "+ gradients", "+ parameters")
 BAR = " "
 """The heading of a column of bars."""
 LEVEL_BAR = 6
+KINDS = ("weights", "gradients", "optimizer")
+"""Of model states, as `ModelStates` has them."""
 MOST_RANKS = 8
 """Rows of a table of ranks; the others are alike."""
 
@@ -38,7 +43,9 @@ def _sentences(plan: "Plan") -> dict[str, str]:
     config = plan.config
     data, zero = config.data, config.zero
     tokens = data.global_batch * data.sequence_length
-    parts = [f"{plan.world} rank{'s' * (plan.world > 1)}", f"{config.parallel.micro_batch}"]
+    dp = layout_of(config).dp
+    ranks = f"{dp} rank{'s' * (dp > 1)}" if dp == plan.world else f"dp {dp}"
+    parts = [ranks, f"{config.parallel.micro_batch}"]
     if config.micro_batches > 1:
         parts.insert(1, f"{config.micro_batches} micro-batches")
     return {
@@ -49,10 +56,11 @@ def _sentences(plan: "Plan") -> dict[str, str]:
         f"{tokens:,} tokens",
         "training": f"{_steps(plan)}, {count(tokens * config.num_steps)} tokens",
         "optimizer": _optimizer(plan),
-        "layout": f"dp {plan.world} x tp {config.parallel.tp} x pp {config.parallel.pp}, on {plan.device}",
+        "layout": f"{layout_text(config)}, on {plan.device}"
+        + (", sequence parallel" if config.parallel.sequence_parallel else ""),
         "ZeRO": f"level {zero.level}, gradients reduced once a {zero.reduce}, "
         + ("overlapping backward" if zero.overlap else "not overlapped")
-        + (f", sharded {_in_groups(plan)}" if zero.replicas > 1 else "")
+        + (f", sharded {_in_groups(config)}" if zero.replicas > 1 else "")
         + (f", recompute {config.recompute.mode}" if config.recompute.mode != "none" else ""),
         "dtypes": _dtypes(plan),
         "note": plan.notice,
@@ -60,9 +68,21 @@ def _sentences(plan: "Plan") -> dict[str, str]:
     }
 
 
-def _in_groups(plan: "Plan") -> str:
-    replicas = plan.config.zero.replicas
-    return f"in {replicas} groups of {plan.world // replicas} ranks"
+def layout_of(config: Config) -> Layout:
+    """Of a resolved configuration."""
+    parallel = config.parallel
+    assert parallel.dp != "auto", "resolved"
+    return Layout(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp)
+
+
+def layout_text(config: Config) -> str:
+    """Such as `dp 2 x tp 2 x pp 1`."""
+    return " x ".join(f"{axis} {getattr(layout_of(config), axis)}" for axis in AXES)
+
+
+def _in_groups(config: Config) -> str:
+    replicas = config.zero.replicas
+    return f"in {replicas} groups of {layout_of(config).dp // replicas} ranks"
 
 
 def _steps(plan: "Plan") -> str:
@@ -98,35 +118,36 @@ def _dtypes(plan: "Plan") -> str:
     return "\n".join(f"{dtype}: {', '.join(kinds)}" for dtype, kinds in by_dtype.items())
 
 
-def who_holds_what(plan: "Plan") -> PlainTable:
-    """Per rank: which part of each kind of model state, and its bytes."""
-    dp, size_of_group = plan.world, plan.world // plan.config.zero.replicas
-    whole, mine = plan.predicted[0], plan.predicted[plan.config.zero.level]
-    parts = ["weights", "gradients", "optimizer state"]
-    drop = ["model states", *parts[:2]]
-    table = PlainTable("Who holds what", ["rank"], [*parts, "model states"], drop=drop)
-
-    def part(rank: int, held: int, of: int) -> str:
-        return f"{'all' if held == of else f'part {rank % size_of_group + 1}/{size_of_group}'}  {size(held):>7}"
-
-    for rank in range(dp if dp <= MOST_RANKS else MOST_RANKS - 2):
-        table.add_row(
-            f"{rank}",
-            part(rank, mine.weights, whole.weights),
-            part(rank, mine.gradients, whole.gradients),
-            part(rank, mine.optimizer, whole.optimizer),
-            size(mine.total),
-        )
-    if dp > MOST_RANKS:
-        table.add_row(f".. {dp - 1}", *["and so on"] * 3, size(mine.total))
+def who_holds_what(config: Config, predicted: Sequence[ModelStates]) -> PlainTable:
+    """Per rank: which part of each kind of model state, and its bytes. Where tensor parallelism has cut the model, they
+    are parts of what it has left the rank."""
+    layout, whole, mine = layout_of(config), predicted[0], predicted[config.zero.level]
+    kinds = ["weights", "gradients", "optimizer state"]
+    places = [axis for axis in AXES if layout.world > layout.dp and getattr(layout, axis) > 1]
+    drop = ["model states", *kinds[:2]]
+    title = "Who holds what" + (", of its tp index's slices" if layout.tp > 1 else "")
+    table = PlainTable(title, ["rank", *places], [*kinds, "model states"], drop=drop)
+    for rank in range(layout.world if layout.world <= MOST_RANKS else MOST_RANKS - 2):
+        place = layout.place(rank)
+        held = [(getattr(mine, kind), getattr(whole, kind)) for kind in KINDS]
+        cells = [f"{part_of(config, place, bytes_here, of)}  {size(bytes_here):>7}" for bytes_here, of in held]
+        table.add_row(f"{rank}", *(f"{getattr(place, axis)}" for axis in places), *cells, size(mine.total))
+    if layout.world > MOST_RANKS:
+        table.add_row(f".. {layout.world - 1}", *[".."] * len(places), *["and so on"] * 3, size(mine.total))
     return table
+
+
+def part_of(config: Config, place: Place, held: int, of: int) -> str:
+    """Which part of something a rank at `place` keeps that has `held` bytes of it where level 0 has `of`."""
+    group = layout_of(config).dp // config.zero.replicas
+    return "all" if held == of else f"part {place.dp % group + 1}/{group}"
 
 
 def levels(plan: "Plan") -> PlainTable:
     """Predicted model states per rank at levels 0 to 3; the level of this run is marked."""
-    groups = f" {_in_groups(plan)}" if plan.config.zero.replicas > 1 else ""
+    groups = f" {_in_groups(plan.config)}" if plan.config.zero.replicas > 1 else ""
     table = PlainTable(
-        f"Predicted model states per rank at each ZeRO level, dp {plan.world}{groups}",
+        f"Predicted model states per rank at each ZeRO level, {axes_text(plan.config)}{groups}",
         ["level", "shards"],
         ["weights", "gradients", "optimizer", "total"],
         [BAR],
@@ -144,6 +165,12 @@ def levels(plan: "Plan") -> PlainTable:
             style="bold green" if chosen else None,
         )
     return table
+
+
+def axes_text(config: Config) -> str:
+    """The layout without axes of size 1, but for dp."""
+    sizes = {axis: getattr(layout_of(config), axis) for axis in AXES}
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "dp")
 
 
 def bar(part: float, width: int) -> str:

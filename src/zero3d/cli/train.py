@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from zero3d.cli import checks
 from zero3d.cli.failure import Interrupted, as_known
-from zero3d.cli.options import AllowCode, AsJson, ConfigPath, Debug, Options, Settings
-from zero3d.cli.rank import PARENT, STEP_FILE, TOKENS, StepFile, run_as_rank
+from zero3d.cli.options import AllowCode, AsJson, ConfigPath, Debug, Options, Ranks, Settings
+from zero3d.cli.rank import PARENT, STEP_FILE, TOKENS, StepFile, run_as_rank, started_as
 from zero3d.config import Config
 from zero3d.records import METRICS
 
@@ -36,15 +36,7 @@ FILE_WIDTH = 100
 
 def command(
     config: ConfigPath,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            "-n",
-            "--ranks",
-            min=1,
-            help="Ranks to start on this machine. Left out: parallel.dp, or one a GPU, or one a CPU core.",
-        ),
-    ] = None,
+    ranks: Ranks = None,
     settings: Settings = None,
     as_json: AsJson = False,
     allow_code: AllowCode = False,
@@ -59,12 +51,16 @@ def command(
         debug=debug,
         allow_code=allow_code,
     )
+    raise typer.Exit(run_verb(options, _train_on_rank))
+
+
+def run_verb(options: Options, on_rank: Callable[[Options, int, int], None]) -> int:
+    """Starts ranks, or is one of them and calls `on_rank(options, rank, world)`. -> the exit code."""
     environment = dict(os.environ)
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        work = lambda: _train_on_rank(options, rank, world)  # noqa: E731
-        raise typer.Exit(run_as_rank(work, environment, debug=debug, as_json=as_json))
-    raise typer.Exit(reporting_errors(lambda: start(options, environment), options))
+    started = started_as(environment)
+    if started is None:
+        return reporting_errors(lambda: start(options, environment), options)
+    return run_as_rank(lambda: on_rank(options, *started), environment, debug=options.debug, as_json=options.json)
 
 
 def start(options: Options, environment: dict[str, str]) -> None:

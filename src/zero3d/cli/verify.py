@@ -8,14 +8,16 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from zero3d.cli import train
-from zero3d.cli.options import AllowCode, AsJson, ConfigPath, Debug, Options, Settings
-from zero3d.cli.rank import PARENT, run_as_rank
+from zero3d.cli.options import AllowCode, AsJson, ConfigPath, Debug, Options, Ranks, Settings
+from zero3d.cli.rank import PARENT, started_as
+from zero3d.cli.tables import axes_text
 from zero3d.config import Config
 from zero3d.records import as_line
 
@@ -41,9 +43,7 @@ CAUSES = {
 
 def command(
     config: ConfigPath,
-    ranks: Annotated[
-        int | None, typer.Option("-n", "--ranks", min=1, help="Ranks to start on this machine; as for train.")
-    ] = None,
+    ranks: Ranks = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to compare.")] = 5,
     settings: Settings = None,
     as_json: AsJson = False,
@@ -61,15 +61,11 @@ def command(
         verb="verify",
         more=("--steps", str(steps)),
     )
-    environment = dict(os.environ)
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        work = lambda: _verify_on_rank(options, steps, rank, world)  # noqa: E731
-        code = run_as_rank(work, environment, debug=debug, as_json=as_json)
-        # A parent reads the verdict by itself: to it a rank that found a difference has done its work.
-        raise typer.Exit(_code_of(options) if PARENT not in environment and rank == 0 else code)
-    failed = train.reporting_errors(lambda: train.start(options, environment), options)
-    raise typer.Exit(failed or _code_of(options))
+    failed = train.run_verb(options, partial(_verify_on_rank, steps))
+    rank, _ = started_as(os.environ) or (0, 1)
+    # A parent reads the verdict by itself: to it a rank that found a difference has done its work.
+    reads = rank == 0 and PARENT not in os.environ
+    raise typer.Exit(failed or (_code_of(options) if reads else 0))
 
 
 def _code_of(options: Options) -> int:
@@ -79,11 +75,11 @@ def _code_of(options: Options) -> int:
     return DIFFERENT if last["verdict"] == "different" else 0
 
 
-def _verify_on_rank(options: Options, steps: int, rank: int, world: int) -> None:
+def _verify_on_rank(steps: int, options: Options, rank: int, world: int) -> None:
     """In each process that `train.start` or torchrun started."""
     from zero3d.comparison import verify
     from zero3d.data.batches import Batches
-    from zero3d.models.losses import next_token_loss
+    from zero3d.tensor.loss import next_token_loss
 
     config, prepared, build = train.read_on_rank(options, world)
     # Every key as one that was set: the batches are ours, of the size that even a silent default says.
@@ -103,7 +99,8 @@ def _tell(found: "Comparison", config: Config, world: int, *, as_json: bool) -> 
     out.mkdir(parents=True, exist_ok=True)
     text = "".join(f"{as_line(event)}\n" for event in events(found))
     (out / RECORD).write_text(text, encoding="utf-8")
-    layout = f"dp {world}, ZeRO level {config.zero.level}"
+    axes = axes_text(config.resolved(world, native_bf16=False))
+    layout = f"{axes}, ZeRO level {config.zero.level}"
     console = Console()
     if not console.is_terminal:
         console.width = train.FILE_WIDTH

@@ -44,30 +44,39 @@ class Pool:
 class Window:
     """A flat tensor [numel] that has memory only while it is shown; tensors viewing it come and go with it.
 
+    `part` is what is kept of it. Where that is all, it is the window itself, and nothing needs to come or go.
     A new window is shown, so that views of it can be made; that memory is dropped when it is first hidden.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, pool: Pool) -> None:
+    def __init__(self, numel: int, part: Tensor, pool: Pool) -> None:
         self._pool = pool
+        self._stays = part.numel() == numel
         self._lent: Tensor | None = None
         self.shown = True
-        self.tensor = fresh(numel, dtype, pool.device)
+        self.tensor = part if self._stays else fresh(numel, part.dtype, pool.device)
+
+    def buffer(self) -> Tensor:
+        """What to fill and then to `show`, not to be used otherwise until `hide`."""
+        return self.tensor if self._stays else self._pool.take(self.tensor.numel(), self.tensor.dtype)
 
     def show(self, filled: Tensor) -> None:
-        """The memory of `filled` (a buffer of the pool, not to be used until `hide`) becomes the window's."""
+        """The memory of `filled`, from `buffer`, becomes the window's."""
         assert not self.shown
-        _exchange(self.tensor, filled)
-        self._lent = filled
+        if not self._stays:
+            _exchange(self.tensor, filled)
+            self._lent = filled
         self.shown = True
 
     def hide(self) -> None:
         """The memory goes back to the pool."""
         assert self.shown
+        self.shown = False
+        if self._stays:
+            return
         _exchange(self.tensor, self._lent if self._lent is not None else torch.empty(0, device=self.tensor.device))
         if self._lent is not None:
             self._pool.give(self._lent)
         self._lent = None
-        self.shown = False
 
 
 def _exchange(one: Tensor, other: Tensor) -> None:

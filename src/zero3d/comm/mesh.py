@@ -21,18 +21,29 @@ from zero3d.layout import AXES, Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Where this process stands. `hybrid`: dp in groups, where ZeRO shards within each."""
+    """Where this process stands.
+
+    hybrid: dp in groups, where ZeRO shards within each; model: the ranks that share one replica, pp outside tp;
+    everyone: all ranks. What is told over the last two is not counted.
+    """
 
     layout: Layout
     rank: int
     device: torch.device
     axes: dict[str, RecordedAxis]
+    model: Axis
+    everyone: Axis
     hybrid: HybridAxis | None = None
 
     @property
     def sharding(self) -> Axis:
         """What ZeRO shards over: dp, or this rank's group of it."""
         return self.hybrid or self.axes["dp"]
+
+    @property
+    def replica_ranks(self) -> tuple[int, ...]:
+        """The ranks of `model`, by index on it."""
+        return self.layout.model_groups()[self.layout.place(self.rank).dp]
 
     def enter_step(self, step: int) -> None:
         """Errors of ranks that diverge from now on name step `step`; 0: none."""
@@ -76,21 +87,31 @@ def open_mesh(layout: Layout, timeout: timedelta, replicas: int = 1) -> Mesh:
             if getattr(layout, name) > 1:
                 axes[name] = ProcessAxis(mesh.get_group(name), device)
     recorded = {name: RecordedAxis(axis) for name, axis in axes.items()}
+    model = axes["tp"] if layout.pp == 1 else axes["pp"]
+    if layout.tp > 1 and layout.pp > 1:
+        model = _mine(layout.model_groups(), timeout, device)
+    only = [axis for axis in axes.values() if axis.size == started]
+    world = dist.group.WORLD
+    everyone = ProcessAxis(world, device) if world is not None and not only else only[0]
     hybrid = _grouped(layout, replicas, timeout, device, recorded["dp"]) if replicas > 1 else None
-    return Mesh(layout=layout, rank=rank, device=device, axes=recorded, hybrid=hybrid)
+    return Mesh(layout=layout, rank=rank, device=device, axes=recorded, model=model, everyone=everyone, hybrid=hybrid)
 
 
 def _grouped(
     layout: Layout, replicas: int, timeout: timedelta, device: torch.device, everyone: RecordedAxis
 ) -> HybridAxis:
     """dp in `replicas` groups. What goes within and across groups counts as calls of dp."""
+    within, across = (
+        RecordedAxis(_mine(members, timeout, device), everyone)
+        for members in (layout.groups(replicas), layout.counterparts(replicas))
+    )
+    return HybridAxis(within, across, everyone, device)
 
-    def mine(members: tuple[tuple[int, ...], ...]) -> RecordedAxis:
-        # Every rank makes every process group, in one order.
-        group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in members], timeout=timeout)
-        return RecordedAxis(ProcessAxis(group, device), everyone)
 
-    return HybridAxis(mine(layout.groups(replicas)), mine(layout.counterparts(replicas)), everyone, device)
+def _mine(members: tuple[tuple[int, ...], ...], timeout: timedelta, device: torch.device) -> Axis:
+    """The group that this rank is in. Every rank makes every process group, in one order."""
+    group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in members], timeout=timeout)
+    return ProcessAxis(group, device)
 
 
 def mesh_over(group: Any) -> Mesh:
@@ -100,7 +121,8 @@ def mesh_over(group: Any) -> Mesh:
     if isinstance(group, dist.ProcessGroup):
         axis = ProcessAxis(group, device) if dist.get_world_size(group) > 1 else SoloAxis()
     axes: dict[str, RecordedAxis] = {name: RecordedAxis(axis if name == "dp" else SoloAxis()) for name in AXES}
-    return Mesh(layout=Layout(dp=axis.size), rank=axis.index, device=device, axes=axes)
+    layout = Layout(dp=axis.size)
+    return Mesh(layout=layout, rank=axis.index, device=device, axes=axes, model=SoloAxis(), everyone=axis)
 
 
 def _part() -> None:

@@ -47,18 +47,42 @@ class GPTConfig:
 
 
 class GPT(nn.Module):
-    """tokens [B, T] -> logits [B, T, V]."""
+    """tokens [B, T] -> logits [B, T, V]. Its modules that have parameters, and the shapes of those:
+
+    embedding                  tokens [B, T] -> [B, T, C]; weight [V, C], the head's too when tied
+    blocks.*.attention_norm    LayerNorm; weight [C]
+    blocks.*.attention.qkv     rows head by head, of each q, k and v; weight [3 C, C]
+    blocks.*.attention.out     from the heads, in the same order, to the residual stream; weight [C, C]
+    blocks.*.mlp_norm          LayerNorm; weight [C]
+    blocks.*.mlp.up            weight [4 C, C]
+    blocks.*.mlp.down          to the residual stream; weight [C, 4 C]
+    norm                       LayerNorm; weight [C]
+    head                       [B, T, C] -> logits [B, T, V]; weight [V, C]
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
         self.embedding = Embedding(config.vocabulary, config.width, config.std)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width, bias=False)
         self.head = Linear(config.width, config.vocabulary, config.std)
         if config.tied:
             self.head.weight = self.embedding.weight
+
+    @property
+    def tp_plan(self) -> dict[str, str]:
+        """What tensor parallelism cuts, by patterns of paths."""
+        return {
+            "embedding": "vocab",
+            "blocks.*.attention.qkv": f"colwise({3 * self.config.width // self.config.heads})",
+            "blocks.*.attention.out": "rowwise",
+            "blocks.*.mlp.up": "colwise",
+            "blocks.*.mlp.down": "rowwise",
+            "norm": "sequence",
+            "head": "vocab",
+        }
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.dropout(self.embedding(tokens))
@@ -90,13 +114,14 @@ class Attention(nn.Module):
         self.qkv = Linear(config.width, 3 * config.width, config.std)
         self.rotary = Rotary(self.head_width, config.sequence_length)
         self.out = Linear(config.width, config.width, config.depth_scaled_std)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        heads = self.qkv(x).view(batch, length, -1, 3, self.head_width).transpose(1, 2)
-        q, k, v = heads.unbind(3)  # each [B, H, T, D]
-        y = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
+        qkv = self.qkv(x)
+        batch, length, _ = qkv.shape
+        q, k, v = qkv.view(batch, length, -1, 3, self.head_width).transpose(1, 2).unbind(3)  # each [B, H, T, D]
+        # Attention keeps v for backward. As a view it would keep q and k before their rotation as well.
+        y = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v.contiguous(), is_causal=True)
         out: Tensor = self.dropout(self.out(y.transpose(1, 2).reshape(batch, length, -1)))
         return out
 
@@ -106,7 +131,7 @@ class MLP(nn.Module):
         super().__init__()
         self.up = Linear(config.width, 4 * config.width, config.std)
         self.down = Linear(4 * config.width, config.width, config.depth_scaled_std)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.dropout(self.down(F.gelu(self.up(x), approximate="tanh")))
@@ -140,6 +165,13 @@ class Rotary(nn.Module):
         cos, sin = self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype)
         a, b = x.chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+
+
+class Dropout(nn.Dropout):
+    """Keeps one byte an element for backward; torch's own keeps the whole factor on a CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.native_dropout(x, self.p, True)[0] if self.training and self.p else x
 
 
 class Linear(nn.Linear):

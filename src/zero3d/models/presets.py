@@ -13,12 +13,15 @@ from torch import nn
 from zero3d.config import Model
 from zero3d.errors import ConfigError
 from zero3d.models.gpt import GPT, GPTConfig
+from zero3d.models.llama import Llama, LlamaConfig
 
 Build = Callable[[], nn.Module]
 
 
 def build_function(model: Model, vocabulary: int, sequence_length: int, *, allow_code: bool = False) -> Build:
     """The function that builds `model` for `vocabulary` token kinds and inputs of `sequence_length` tokens.
+
+    The sizes of a preset fit each other where `model` is from a `Config`, which checks them.
 
     A function named by `model.path` is called with those of the keyword arguments `vocabulary` and
     `sequence_length` that it has. Importing it runs code that the configuration names, which only
@@ -37,11 +40,6 @@ def build_function(model: Model, vocabulary: int, sequence_length: int, *, allow
 
 
 def _gpt(model: Model, vocabulary: int, sequence_length: int) -> Build:
-    # Rotary positions turn features in pairs, so a head's width is even.
-    fitting = [heads for heads in range(1, model.width // 2 + 1) if model.width % (2 * heads) == 0]
-    if model.heads not in fitting:
-        hint = f"heads that work: {', '.join(map(str, fitting))}" if fitting else "the width must be even"
-        raise ConfigError(f"model.width = {model.width} cannot be split into {model.heads} heads", hint=hint)
     config = GPTConfig(
         vocabulary=vocabulary,
         sequence_length=sequence_length,
@@ -49,12 +47,27 @@ def _gpt(model: Model, vocabulary: int, sequence_length: int) -> Build:
         layers=model.layers,
         heads=model.heads,
         dropout=model.dropout,
-        tied=model.tied,
+        tied=GPTConfig.tied if model.tied is None else model.tied,
     )
     return lambda: GPT(config)
 
 
-PRESETS: dict[str, Callable[[Model, int, int], Build]] = {"gpt": _gpt}
+def _llama(model: Model, vocabulary: int, sequence_length: int) -> Build:
+    config = LlamaConfig(
+        vocabulary=vocabulary,
+        sequence_length=sequence_length,
+        width=model.width,
+        layers=model.layers,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        mlp_width=model.mlp_width,
+        dropout=model.dropout,
+        tied=LlamaConfig.tied if model.tied is None else model.tied,
+    )
+    return lambda: Llama(config)
+
+
+PRESETS: dict[str, Callable[[Model, int, int], Build]] = {"gpt": _gpt, "llama": _llama}
 
 
 def _presets_hint(name: str | None) -> str:

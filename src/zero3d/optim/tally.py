@@ -1,4 +1,4 @@
-"""What the ranks of dp agree on once a step, in one small all-reduce of integers.
+"""What the ranks agree on once a step, in one small all-reduce of integers over dp, and one over each replica's ranks.
 
 | squares | counted targets | non-finite groups | loss | digest of calls | its square | arrivals |
   24           1                  1              24            1                1         one each trainable
@@ -43,17 +43,19 @@ class Totals:
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """This rank's part: 0-dim losses and counts of its micro-batches, norms of groups of gradient elements
-    (fp64), and what it did."""
+    (fp64), and what it did. `speaks`: losses and counts are told here, for all ranks that share a replica."""
 
     losses: Sequence[Tensor]
     counts: Sequence[Tensor]
     norms: Sequence[Tensor]
     arrivals: Mapping[str, int]
     digest: int
+    speaks: bool = True
 
 
-def agree(part: Part, axis: Axis, device: torch.device) -> Totals:
-    """Adds the parts of all ranks of `axis`; exact, so that neither order nor sharding shows."""
+def agree(part: Part, axis: Axis, model: Axis, device: torch.device) -> Totals:
+    """Adds the parts of all ranks of `axis`, dp, then of those that share a replica of the `model`, the first of which
+    speaks for the losses; exact, so that neither order nor sharding shows."""
     norms = torch.cat([torch.zeros(0, dtype=torch.float64, device=device), *part.norms])
     losses: list[float] = torch.stack([loss.double() for loss in part.losses]).tolist()
     good = [loss for loss in losses if abs(loss) < LARGEST]
@@ -64,13 +66,28 @@ def agree(part: Part, axis: Axis, device: torch.device) -> Totals:
     vector = torch.cat([sum_of_squares(norms), numbers, known])
     axis.all_reduce(vector, "tally of the step").wait()
     sums: list[int] = vector.tolist()
-    squares, (count, not_finite), loss = sums[:LIMBS], sums[LIMBS : LIMBS + 2], sums[LIMBS + 2 : 2 * LIMBS + 2]
     total, squared, *arrivals = sums[2 * LIMBS + 2 :]
+    differs = int(squared * axis.size != total * total)
+    summed = _over_model([*sums[: 2 * LIMBS + 2], differs], part.speaks, model, device)
+    squares, (count, not_finite) = summed[:LIMBS], summed[LIMBS : LIMBS + 2]
+    loss, differ = summed[LIMBS + 2 : -1], summed[-1]
     return Totals(
         loss=value_of(loss) if not not_finite else nan,
         squares=value_of(squares) if not not_finite else inf,
         count=count,
         finite=not not_finite,
         unused=frozenset(name for name, total in zip(part.arrivals, arrivals) if not total),
-        same_calls=squared * axis.size == total * total,
+        same_calls=not differ,
     )
+
+
+def _over_model(sums: list[int], speaks: bool, model: Axis, device: torch.device) -> list[int]:
+    """What the ranks of a replica have in sum; count and loss are those of the one that speaks."""
+    if model.size == 1:
+        return sums
+    if not speaks:
+        sums = [*sums[:LIMBS], 0, sums[LIMBS + 1], *[0] * LIMBS, sums[-1]]
+    vector = torch.tensor(sums, dtype=torch.int64, device=device)
+    model.all_reduce(vector, "tally of a replica").wait()
+    found: list[int] = vector.tolist()
+    return found

@@ -1,12 +1,26 @@
-"""One entry of a schedule. Pure."""
+"""One entry of a schedule. Pure.
 
+Written `F0 F1 B0 ...` (kind, micro-batch) where each rank holds one stage, else `F0.2` (kind, micro-batch, stage).
+"""
+
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
+_TEXT = re.compile(r"([FBIW])(\d{1,9})(?:\.(\d{1,9}))?", re.ASCII)
+
 
 class Kind(Enum):
+    """A schedule has for each stage and micro-batch one F, and either one B or an I and later a W."""
+
     FORWARD = "F"
     BACKWARD = "B"
+    """The whole backward: gradients of the stage's input and of its weights."""
+    INPUT = "I"
+    """The part of the backward that the stage before waits for."""
+    WEIGHT = "W"
+    """The rest: gradients of weights, which nobody waits for until the end of the step."""
 
 
 @dataclass(frozen=True)
@@ -19,3 +33,31 @@ class Action:
 
     def __str__(self) -> str:
         return f"{self.kind.value}{self.micro_batch}"
+
+    @property
+    def full(self) -> str:
+        """With its stage: F0.2 is the forward of micro-batch 0 in stage 2."""
+        return f"{self}.{self.stage}"
+
+
+def written(ranks: Iterable[Iterable[Action]]) -> list[list[str]]:
+    """Each rank's actions as text; with stages where some rank holds several.
+
+    >>> written([[Action(Kind.FORWARD, 0, 0), Action(Kind.FORWARD, 1, 0)]])
+    [['F0.0', 'F0.1']]
+    """
+    ranks = [list(actions) for actions in ranks]
+    several = any(len({action.stage for action in actions}) > 1 for actions in ranks)
+    return [[action.full if several else str(action) for action in actions] for actions in ranks]
+
+
+def read(text: str) -> tuple[Kind, int, int | None] | None:
+    """Kind, micro-batch and stage (None where it names none) of what `written` writes; None for other text.
+
+    >>> read("F0.2")
+    (<Kind.FORWARD: 'F'>, 0, 2)
+    """
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        return None
+    return Kind(match[1]), int(match[2]), None if match[3] is None else int(match[3])

@@ -90,10 +90,15 @@ class ModelStage:
                 f"the loss function returned {what}",
                 hint="It must return (sum over the counted targets, their number), or one mean: a 0-dim tensor.",
             )
-        counted = torch.as_tensor(count, device=loss.device)
-        if counted.is_floating_point() and bool(counted != counted.round()):
-            raise UsageError(
-                f"the loss function counted {float(counted)} targets",
-                hint="The count must be a whole number. Weights of targets belong into the sum.",
-            )
-        return loss, counted.to(torch.int64)
+        return loss, whole_count(torch.as_tensor(count, device=loss.device), "the loss function counted")
+
+
+def whole_count(count: Tensor | int, told: str) -> Tensor:
+    """A number of targets, int64. Raises `UsageError` for one that is not whole; told: how we know, "it counted"."""
+    counted = torch.as_tensor(count)
+    if counted.is_floating_point() and not float(counted).is_integer():
+        raise UsageError(
+            f"{told} {float(counted)} targets",
+            hint="The count must be a whole number. Weights of targets belong into the sum.",
+        )
+    return counted.to(torch.int64)

@@ -24,7 +24,7 @@ from zero3d.zero.guard import Guard
 from zero3d.zero.holding import Holding, point_at
 from zero3d.zero.shard import Shard
 from zero3d.zero.units import Unit
-from zero3d.zero.use import Uses
+from zero3d.zero.use import Names, Uses
 
 
 class Place:
@@ -34,6 +34,7 @@ class Place:
         self.holding = holding
         self.window = window
         self.guard = guard
+        self.label = f"weights of {holding.bucket.label}"
         self.users = 0
         self.lingers = False
         self.coming: tuple[Pending, Tensor] | None = None
@@ -49,16 +50,16 @@ class GatheredWeights:
         self._prefetch = prefetch
         self._places: dict[Bucket, Place] = {}
         self._place_of: dict[str, Place] = {}
-        self._places_of: dict[tuple[str, ...], Sequence[Place]] = {}
+        self._places_of: dict[Names, Sequence[Place]] = {}
         self._uses: Uses | None = None
         self._lingering: Place | None = None
 
     def adopt(
         self, bucket: Bucket, parameters: Sequence[tuple[str, nn.Parameter]], initial: Tensor, dtype: torch.dtype
     ) -> Holding:
-        window = Window(bucket.numel, dtype, self._pool)
-        point_at(parameters, bucket, window.tensor)
         part = kept_copy(initial[bucket.shard(self._axis.index)], dtype)
+        window = Window(bucket.numel, part, self._pool)
+        point_at(parameters, bucket, window.tensor)
         holding = Holding(bucket=bucket, parameters=parameters, flat=window.tensor, part=part)
         place = Place(holding, window, Guard(parameters, self._touched))
         window.hide()
@@ -119,41 +120,43 @@ class GatheredWeights:
             yield "weights", place.holding.part
             yield "buffers", place.window.tensor
 
-    def hold(self, names: Iterable[str]) -> None:
+    def hold(self, names: Names) -> None:
         for place in self._named(names):
             self._hold(place)
 
-    def take(self, names: Iterable[str]) -> None:
+    def take(self, names: Names) -> None:
         """One more user, who needs it now."""
         places = self._named(names)
         if self._lingering is not None and self._lingering not in places:
             self._stop_lingering()
         for place in places:
-            self._hold(place)
+            place.users += 1
+            if not place.window.shown:
+                self._start(place)
         for place in places:
-            self._ready(place)
+            if place.coming is not None:
+                self._ready(place)
 
-    def drop(self, names: Iterable[str]) -> None:
+    def drop(self, names: Names) -> None:
         for place in self._named(names):
             self._drop(place)
 
-    def start(self, names: Iterable[str]) -> None:
+    def start(self, names: Names) -> None:
         """Gathers ahead of use."""
         for place in self._named(names):
-            self._start(place)
+            if not place.window.shown:
+                self._start(place)
 
-    def _named(self, names: Iterable[str]) -> Sequence[Place]:
-        key = tuple(names)
-        found = self._places_of.get(key)
+    def _named(self, names: Names) -> Sequence[Place]:
+        found = self._places_of.get(names)
         if found is None:
-            found = self._places_of[key] = tuple(dict.fromkeys(self._place_of[name] for name in key))
+            found = self._places_of[names] = tuple(dict.fromkeys(self._place_of[name] for name in names))
         return found
 
     def _start(self, place: Place) -> None:
         if place.coming is None and not place.window.shown:
-            target = self._pool.take(place.holding.bucket.numel, place.holding.part.dtype)
-            label = f"weights of {place.holding.bucket.label}"
-            place.coming = (self._axis.all_gather(target, place.holding.part, label), target)
+            target = place.window.buffer()
+            place.coming = (self._axis.all_gather(target, place.holding.part, place.label), target)
             if not self._overlap:
                 place.coming[0].wait()
 

@@ -4,7 +4,7 @@ A sum of gradients goes over one or more turns. It ends with a step, or when the
 None (`optimizer.zero_grad()`); the next backward then begins a new one.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,13 +74,23 @@ class OwnTurns:
         finally:
             self._accumulating = before
 
-    def settle(self) -> None:
-        """The sum is whole: what this rank has not reduced yet, or not computed at all, is reduced now."""
+    def settle(self) -> Collection[str]:
+        """The sum is whole: what this rank has not reduced yet, or not computed at all, is reduced now. -> the
+        parameters that have none, as it was thrown away."""
         self._refuse_broken()
-        if self._ended or self._cleared or not self._reduced:
+        thrown_away = self.thrown_away
+        if self._ended or thrown_away or not self._reduced:
             self._open(last=True)
             self._close()
         self._replica.finish()
+        return thrown_away
+
+    @property
+    def thrown_away(self) -> Collection[str]:
+        """Parameters whose sums the user has cleared since the last backward: all, or those set to None. (Where some
+        are set to zeros, ranks without elements of them do not see it.)"""
+        cleared = self._cleared_names()
+        return cleared if len(cleared) == len(self._pieces) else self._nones()
 
     @property
     def idle(self) -> bool:
@@ -168,7 +178,10 @@ class OwnTurns:
 
     def _cleared_names(self) -> set[str]:
         """Parameters whose sums the user has cleared, by None or by zero."""
-        none = {name for name, piece in self._pieces.items() if piece.grad is None}
+        none = self._nones()
         zero = {name for name, number in zip(self._pieces, self._numbers.tolist()) if number == 0}
         # Of an empty slice nothing shows; it is cleared if all that can show it are.
         return none | (set(self._pieces) if self._filled and zero >= self._filled else zero)
+
+    def _nones(self) -> set[str]:
+        return {name for name, piece in self._pieces.items() if piece.grad is None}

@@ -75,6 +75,8 @@ class Lane:
         self._parts = self._kept_parts
         # Buffers are shared by buckets of one make-up, so that the gaps between slots stay zero.
         self._key = None if kept is not None else tuple((slot.offset, slot.numel) for slot in bucket.slots)
+        # Where all of the sum lands here, the first turn's gradients are collected where it lands.
+        self._lands_whole = landing.numel() == bucket.numel and landing.dtype == wire
         self._parts_of: dict[int, list[Tensor]] = {}
         self._first = True
         self._reduced = False
@@ -177,7 +179,8 @@ class Lane:
         if final and self.landing.numel() >= SMALL:
             self.norms = group_norms(self.landing)
         if self._buffer is not None:
-            self._pool.give(self._buffer, self._key)
+            if self._buffer is not self.landing:
+                self._pool.give(self._buffer, self._key)
             self._buffer, self._parts = None, self._kept_parts
 
     @property
@@ -188,7 +191,8 @@ class Lane:
     def _collecting(self, index: int) -> Tensor:
         """Where a parameter's gradient is collected."""
         if self._parts is None:
-            self._buffer = self._pool.take(self.bucket.numel, self.wire, self._key)
+            in_place = self._lands_whole and self._first
+            self._buffer = self.landing if in_place else self._pool.take(self.bucket.numel, self.wire, self._key)
             key = self._buffer.data_ptr()  # the pool's few buffers come again and again
             self._parts = self._parts_of.get(key) or self._parts_of.setdefault(key, self._cut(self._buffer))
         return self._parts[index]

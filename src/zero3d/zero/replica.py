@@ -6,11 +6,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from zero3d.comm.bucket import aligned
 from zero3d.comm.done import DONE
 from zero3d.comm.flat import Pool
 from zero3d.comm.ranges import elements, put
 from zero3d.contracts import Axis
-from zero3d.exact import group_norms
+from zero3d.exact import GROUP, group_norms
 from zero3d.params import ParamInfo
 from zero3d.zero.holding import Holding, Weights
 from zero3d.zero.reducer import Lane, Reducer
@@ -105,15 +106,22 @@ class ZeroReplica:
         for shard in shards:
             self._weights.publish(shard)
 
-    def norms(self) -> list[Tensor]:
-        """Norms of groups of 64 elements of what landed here, fp64."""
-        lanes = [lane for _, _, lane in self._trained]
+    def norms(self, uncounted: Collection[str] = ()) -> list[Tensor]:
+        """Norms of groups of 64 elements of what landed here, fp64; zeros for parameters that are `uncounted`."""
         small: dict[torch.dtype, list[Tensor]] = {}
-        for lane in lanes:
-            if lane.norms is None:
+        found = []
+        for _, _, lane in self._trained:
+            out = [slot for slot in lane.bucket.slots if slot.name in uncounted]
+            if lane.norms is None and not out:
                 small.setdefault(lane.landing.dtype, []).append(lane.landing)
-        together = [group_norms(torch.cat(landings)) for landings in small.values()]
-        return [*(lane.norms for lane in lanes if lane.norms is not None), *together]
+                continue
+            norms = group_norms(lane.landing) if lane.norms is None else lane.norms
+            start = lane.bucket.shard(self._axis.index).start
+            for slot in out:
+                first, last = (max(slot.offset + edge - start, 0) for edge in (0, aligned(slot.numel)))
+                norms[first // GROUP : last // GROUP] = 0
+            found.append(norms)
+        return [*found, *(group_norms(torch.cat(landings)) for landings in small.values())]
 
     def arrivals(self) -> dict[str, int]:
         """How many gradients each trainable parameter got on this rank in the step."""

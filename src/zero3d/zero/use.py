@@ -10,8 +10,7 @@ differentiated at once (reentrant checkpointing) or never (the other kind); both
 never differentiated holds nothing.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,17 +19,19 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from zero3d.recompute import in_backward, untraced
-from zero3d.trees import needing_grad, tensors_in
+from zero3d.trees import needing_grad, tensors_in, tensors_on
 from zero3d.zero.units import Unit
+
+Names = tuple[str, ...]
 
 
 class Store(Protocol):
     """What `GatheredWeights` offers: all take parameter names."""
 
-    def hold(self, names: Iterable[str]) -> None: ...
-    def take(self, names: Iterable[str]) -> None: ...
-    def drop(self, names: Iterable[str]) -> None: ...
-    def start(self, names: Iterable[str]) -> None: ...
+    def hold(self, names: Names) -> None: ...
+    def take(self, names: Names) -> None: ...
+    def drop(self, names: Names) -> None: ...
+    def start(self, names: Names) -> None: ...
 
 
 class Visit:
@@ -42,7 +43,7 @@ class Visit:
 
     __slots__ = ("_in_backward", "_uses", "before", "lasts", "lingers", "names", "root")
 
-    def __init__(self, uses: "Uses", names: Sequence[str], before: "Visit | None", root: "Visit | None") -> None:
+    def __init__(self, uses: "Uses", names: Names, before: "Visit | None", root: "Visit | None") -> None:
         self._uses = uses
         self.names = names
         self.before = before
@@ -76,8 +77,8 @@ class Uses:
         self._outside = [name for unit in units for name in unit.kept]
         # Ranks may run different ones of these, and none may gather ahead what another does not.
         self._fixed = {unit for unit in units if set(unit.needs) <= set(self._outside)}
-        self._order: list[Sequence[str]] = []
-        self._seen: list[Sequence[str]] = []
+        self._order: list[Names] = []
+        self._seen: list[Names] = []
         self._root: Visit | None = None
         self._last: Visit | None = None
         self._open: dict[Visit, None] = {}
@@ -90,10 +91,10 @@ class Uses:
         self._hooks: list[RemovableHandle] = []
         hook = untraced(model)
         for unit in units:
-            enter, leave = hook(partial(_with, unit, self._enter)), hook(partial(_with, unit, self._leave))
+            enter, leave = self._hooks_of(unit)
             self._hooks += [
-                unit.module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
-                unit.module.register_forward_hook(leave, always_call=True),
+                unit.module.register_forward_pre_hook(hook(enter), with_kwargs=True, prepend=True),
+                unit.module.register_forward_hook(hook(leave), always_call=True),
             ]
         self._hooks += [
             model.register_forward_pre_hook(hook(self._enter_model), prepend=True),
@@ -114,8 +115,9 @@ class Uses:
 
     def began(self, visit: Visit) -> None:
         # Autograd runs what was computed later first: when an earlier unit's backward begins, a later one's is over.
-        for other in [other for other in self._open if other.lingers and other is not visit.root]:
-            other.over()
+        for other in (*self._open,):
+            if other.lingers and other is not visit.root:
+                other.over()
         self._open[visit] = None
         self._store.take(visit.names)
         if self._lent:
@@ -141,24 +143,24 @@ class Uses:
         if in_backward():
             if self._open:
                 self._lent.append(name)
-                self._store.take([name])
+                self._store.take((name,))
             return bool(self._open)
         if self._root is None:
             return False
         self._outside.append(name)
-        self._root.names = [*self._root.names, name]
-        self._store.take([name])
+        self._root.names = (*self._root.names, name)
+        self._store.take((name,))
         return True
 
     def _return(self, names: Sequence[str]) -> None:
         for name in list(names):
             self._lent.remove(name)
-            self._store.drop([name])
+            self._store.drop((name,))
 
     def _enter_model(self, module: nn.Module, args: Any) -> None:
         if in_backward():
             return
-        self._root = Visit(self, list(self._outside), None, None)
+        self._root = Visit(self, tuple(self._outside), None, None)
         self._last = None
         self._order, self._seen = self._seen, []
         self._store.hold(self._root.names)
@@ -170,30 +172,41 @@ class Uses:
             return
         visit, self._root = self._root, None
         self._store.drop(visit.names)
-        for tensor in needing_grad((*tensors_in(output), *self._put_aside(self._outside_modules))):
+        for tensor in [*needing_grad(tensors_in(output)), *self._put_aside(self._outside_modules)]:
             tensor.register_hook(visit.begin_backward)
 
-    def _put_aside(self, modules: Sequence[nn.Module]) -> Iterator[Tensor]:
+    def _put_aside(self, modules: Sequence[nn.Module]) -> list[Tensor]:
         """Tensors that a forward left as attributes of its modules, such as an auxiliary loss: outputs too."""
+        found = []
         for module in modules:
-            for value in vars(module).values():
-                if isinstance(value, Tensor) and value.grad_fn is not None and self._aside.get(module) is not value:
+            for value in tensors_on(module):
+                if value.grad_fn is not None and self._aside.get(module) is not value:
                     self._aside[module] = value
-                    yield value
+                    found.append(value)
+        return found
+
+    def _hooks_of(self, unit: Unit) -> tuple[Callable[..., None], Callable[..., None]]:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._enter(unit, args, kwargs)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._leave(unit, output)
+
+        return enter, leave
 
     def _enter(self, unit: Unit, args: Any, kwargs: Any) -> None:
-        inputs = [(tensor, tensor.grad_fn) for tensor in needing_grad(tensors_in((args, kwargs)))]
-        self._inside.append((unit, inputs))
+        inputs = needing_grad(tensors_in((*args, *kwargs.values())))
+        self._inside.append((unit, [(tensor, tensor.grad_fn) for tensor in inputs]))
         self._store.take(unit.needs)
-        if in_backward() or unit in self._fixed or self._root is None:
+        if self._root is None or unit in self._fixed or in_backward():
             return
-        position = len(self._seen)
         self._seen.append(unit.needs)
-        if self._order[position : position + 1] == [unit.needs]:
-            for names in self._order[position + 1 : position + 1 + self._prefetch]:
+        position = len(self._seen)
+        if self._order[position - 1 : position] == [unit.needs]:
+            for names in self._order[position : position + self._prefetch]:
                 self._store.start(names)
 
-    def _leave(self, unit: Unit, args: Any, output: Any) -> None:
+    def _leave(self, unit: Unit, output: Any) -> None:
         while self._inside:
             entered, inputs = self._inside.pop()
             self._store.drop(entered.needs)
@@ -204,8 +217,7 @@ class Uses:
         if not torch.is_grad_enabled():
             return
         found = list(tensors_in(output))
-        aside = list(self._put_aside(self._modules[unit]))
-        outputs = needing_grad(found) + aside
+        outputs = [*needing_grad(found), *self._put_aside(self._modules[unit])]
         visit = Visit(self, unit.needs, self._last, self._root)
         if not found or any(_is_wrapped(tensor) for tensor in found):
             # Its backward cannot be seen coming: the weights stay until the turn is over.
@@ -232,8 +244,3 @@ class Uses:
 def _is_wrapped(tensor: Tensor) -> bool:
     """Whether a function transform such as vmap stands between the tensor and autograd."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
-
-
-def _with(unit: Unit, method: Any, module: nn.Module, *rest: Any) -> None:
-    """A module hook that hands the unit, not the module, to `method`."""
-    method(unit, *rest)

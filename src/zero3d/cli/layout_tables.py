@@ -1,0 +1,138 @@
+"""What `zero3d show layout` shows people: a grid of ranks, what tensor parallelism cuts, ZeRO's parts."""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from zero3d.cli.checks import predicted
+from zero3d.cli.style import count
+from zero3d.cli.tables import axes_text, layout_of, who_holds_what
+from zero3d.config import Config
+from zero3d.layout import Layout, Place
+
+if TYPE_CHECKING:
+    from zero3d.outline import Outline
+    from zero3d.params import ParamInfo
+
+MOST_ROWS = 8
+"""Rows of dp in the grid for each index on pp; the others are alike."""
+MOST_SLICES = 8
+"""Slices of a parameter that are written out."""
+GAP = "   "
+
+
+def parts(
+    config: Config, found: "Outline", stages: Sequence[range], held: Sequence[Sequence["ParamInfo"]], width: int
+) -> Iterator[RenderableType]:
+    """What is printed, in order, in a window of `width` columns."""
+    layout = layout_of(config)
+    title = f"{layout.world} rank{'s' * (layout.world > 1)}: {axes_text(config)}, ZeRO level {config.zero.level}"
+    yield Text(title, style="bold")
+    cells = [(_blocks(blocks), f"{count(sum(one.numel for one in mine))}") for blocks, mine in zip(stages, held)]
+    yield from _grid(layout, cells, width)
+    cut = [info for info in found.infos if info.slicing is not None]
+    if cut:
+        yield _cut(found)
+        yield _whole(found)
+        yield _totals(found, layout.tp)
+    else:
+        yield Text(f"Every rank has the whole model: {count(sum(info.numel for info in found.infos))} parameters.")
+    if layout.pp == 1:
+        yield who_holds_what(config, predicted(config, held[0]))
+
+
+def _blocks(blocks: range) -> str:
+    """Such as `L0-L7`."""
+    if not blocks:
+        return "all modules"
+    return f"L{blocks[0]}" + (f"-L{blocks[-1]}" if len(blocks) > 1 else "")
+
+
+def _grid(layout: Layout, cells: Sequence[tuple[str, str]], width: int) -> Iterator[Text]:
+    """Ranks by pp and dp below each other and by tp beside each other, in bands where they are too many."""
+    heads = [f"pp {pp}  dp {dp}" for pp in range(layout.pp) for dp in range(layout.dp)]
+    left = max(map(len, heads)) + len(GAP)
+    names = [[f"rank {layout.rank(Place(dp, tp, pp))}" for tp in range(layout.tp)] for pp, dp in _rows(layout)]
+    wide = max(
+        len(text) for text in (*(name for row in names for name in row), *(one for cell in cells for one in cell))
+    )
+    band = max((width - left + len(GAP)) // (wide + len(GAP)), 1)
+    for start in range(0, layout.tp, band):
+        indexes = range(start, min(start + band, layout.tp))
+        lines = [Text(" " * left + GAP.join(f"tp {tp}".ljust(wide) for tp in indexes), style="dim")]
+        for (pp, dp), row in zip(_rows(layout), names):
+            lines.append(
+                Text.assemble((f"pp {pp}  dp {dp}".ljust(left), "dim"), *_joined(row, indexes, wide, "bold cyan"))
+            )
+            for text in cells[pp]:
+                lines.append(Text.assemble(" " * left, *_joined([text] * layout.tp, indexes, wide, "")))
+            if dp == MOST_ROWS - 1 and layout.dp > MOST_ROWS:
+                lines.append(Text(f"pp {pp}  dp {dp + 1} to {layout.dp - 1}: the same".ljust(left), style="dim"))
+        yield Text("\n").join(line for line in lines)
+
+
+def _rows(layout: Layout) -> list[tuple[int, int]]:
+    """(pp index, dp index) of the rows that are drawn."""
+    return [(pp, dp) for pp in range(layout.pp) for dp in range(min(layout.dp, MOST_ROWS))]
+
+
+def _joined(texts: Sequence[str], indexes: range, wide: int, style: str) -> list[tuple[str, str]]:
+    return [(texts[index].ljust(wide) + GAP * (index != indexes[-1]), style) for index in indexes]
+
+
+def _cut(found: "Outline") -> Table:
+    """One row for parameters that differ in their block alone."""
+    table = _table("What tensor parallelism cuts", ["parameter", "number", "style", "whole -> on a rank", "slices"])
+    for pattern, number, info in _alike(found, cut=True):
+        assert info.slicing is not None
+        shapes = f"{list(info.shape)} -> {list(info.local.shape)}"
+        table.add_row(pattern, f"{number}", found.styles.get(info.name, ""), shapes, _slices(str(info.slicing)))
+    return table
+
+
+def _whole(found: "Outline") -> Table:
+    table = _table("What stays whole on every rank", ["parameter", "number", "shape", "elements"])
+    for pattern, number, info in _alike(found, cut=False):
+        table.add_row(pattern, f"{number}", f"{list(info.shape)}", count(number * info.numel))
+    return table
+
+
+def _totals(found: "Outline", tp: int) -> Text:
+    cut = sum(info.numel for info in found.infos if info.slicing is not None)
+    mine = sum(info.local.numel for info in found.infos if info.slicing is not None)
+    whole = sum(info.numel for info in found.infos if info.slicing is None)
+    return Text(
+        f"{count(cut)} parameters are cut into {tp}, {count(mine)} on each rank; {count(whole)} stay whole. "
+        f"A rank has {count(mine + whole)} of {count(cut + whole)}: {(mine + whole) / (cut + whole):.1%}."
+    )
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in columns:
+        right = name in ("number", "elements")
+        # Only slices go on below where the window is narrow: there are ranks enough to fill any.
+        table.add_column(name, justify="right" if right else "left", no_wrap=name != "slices", overflow="fold")
+    return table
+
+
+def _alike(found: "Outline", *, cut: bool) -> Iterator[tuple[str, int, "ParamInfo"]]:
+    """(name with * for the block, how many there are, one of them) of parameters that are, or are not, cut."""
+    for pattern, infos in found.patterns().items():
+        mine = [info for info in infos if (info.slicing is not None) is cut]
+        for _, group in groupby(mine, key=lambda info: (info.shape, info.slicing, found.styles.get(info.name))):
+            alike = list(group)
+            yield pattern if len(alike) > 1 else alike[0].name, len(alike), alike[0]
+
+
+def _slices(text: str) -> str:
+    """By tp index; of many the first ones and the last."""
+    slices = text.split(" | ")
+    if len(slices) > MOST_SLICES:
+        slices = [*slices[: MOST_SLICES - 2], "..", slices[-1]]
+    return " | ".join(slices)

@@ -1,0 +1,227 @@
+"""What takes the place of a linear layer, and hooks for what does not need that.
+
+A stand-in is of a subclass of its module's own class and shares its parameters, hooks and attributes; only its forward
+is another. While whole weights are there (`Cuts.active` is off) it computes what the module does.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zero3d.contracts import Axis
+from zero3d.tensor.linear import Column, Door, Entry
+from zero3d.tensor.loss import SplitLogits
+from zero3d.tensor.regions import SEQUENCE, Flight, entered, gather, opened, reduce, reduce_scattered, split
+
+
+class Streams(Protocol):
+    """Where dropout draws from: another stream on every rank where activations are cut, one where they are whole."""
+
+    def enter_cut(self, number: int) -> None: ...
+    def leave_cut(self) -> None: ...
+
+
+class Cuts(Protocol):
+    """What all parts of a cut model share."""
+
+    axis: Axis
+    streams: Streams
+    active: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ColumnPart:
+    """A linear layer of which this rank has some of the outputs.
+
+    siblings: columns of the same module; number: of that module; gathers: its input is a part of the sequence;
+    enters: its input is whole (or a part of the sequence), not cut already; vocabulary: of what `cuts_logits` or is
+    gathered, without padding.
+    """
+
+    cuts: Cuts
+    label: str
+    column: Column
+    siblings: Sequence[Column]
+    door: Door
+    number: int
+    gathers: bool
+    enters: bool
+    output: str
+    extent: int
+
+    def __call__(self, x: Tensor) -> Any:
+        axis, bias = self.cuts.axis, self.column.module.bias
+        assert bias is None or isinstance(bias, Tensor)
+        if self.enters:
+            entry = self.door.open(x, self._entry(x))
+            y = entry.column(entry.inside, self.column, bias)
+        else:
+            found = self.door.find(x)
+            y = found.column(x, self.column, bias) if found else F.linear(x, self.column.weight, bias)
+        if self.output == "cut":
+            self.cuts.streams.enter_cut(self.number)
+            return y
+        self.door.shut()
+        if self.output == "logits":
+            return SplitLogits(local=y, vocabulary=self.extent, axis=axis)
+        return gather(y, axis, -1, f"{self.label} outputs")[..., : self.extent]
+
+    def _entry(self, x: Tensor) -> Callable[[], Entry]:
+        return lambda: Entry(x, self.cuts.axis, self.siblings, self.label, gathers=self.gathers)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowPart:
+    """A linear layer of which this rank has some of the inputs. `scatters`: its output is a part of the sequence."""
+
+    cuts: Cuts
+    label: str
+    column: Column
+    door: Door
+    splits: bool
+    scatters: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        axis, bias = self.cuts.axis, self.column.module.bias
+        assert bias is None or isinstance(bias, Tensor)
+        self.door.shut()
+        if self.splits:
+            x = split(x, axis, -1, f"{self.label} inputs")
+        y = F.linear(x, self.column.weight)
+        y = reduce_scattered(y, axis, self.label) if self.scatters else reduce(y, axis, self.label, own=True)
+        self.cuts.streams.leave_cut()
+        return y if bias is None else y + bias
+
+
+class StandIn(nn.Module):
+    """See above; `_part` computes in place of the module."""
+
+    _part: ColumnPart | RowPart
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._part.cuts.active:
+            return super().forward(*args, **kwargs)
+        return self._part(*args, *kwargs.values())
+
+
+def stand_in(module: nn.Module, part: ColumnPart | RowPart) -> nn.Module:
+    """A module that has all that `module` has, and computes as `part` says."""
+    kind = type(type(module).__name__, (StandIn, type(module)), {"__module__": type(module).__module__})
+    new: nn.Module = object.__new__(kind)
+    new.__dict__.update(module.__dict__)
+    new.__dict__["_part"] = part
+    return new
+
+
+class EmbeddingPart:
+    """Hooks of an embedding of which this rank has rows `first` and on: what others have is zero here."""
+
+    def __init__(self, cuts: Cuts, label: str, first: int, rows: int) -> None:
+        self._cuts = cuts
+        self._label = label
+        self._first = first
+        self._rows = rows
+        self._elsewhere: list[Tensor] = []
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self._cuts.active:
+            return None
+        ids: Tensor = (*args, *kwargs.values())[0] - self._first
+        elsewhere = (ids < 0) | (ids >= self._rows)
+        self._elsewhere.append(elsewhere)
+        return (ids.masked_fill(elsewhere, 0),), {}
+
+    def after(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        if not self._cuts.active:
+            return None
+        mine = output.masked_fill(self._elsewhere.pop().unsqueeze(-1), 0)
+        return reduce(mine, self._cuts.axis, self._label, own=True)
+
+
+class RegionPart:
+    """Hooks of a module round which the sequence is whole, or its experts' inputs enter."""
+
+    def __init__(self, cuts: Cuts, label: str, module: nn.Module) -> None:
+        self._cuts = cuts
+        self._label = label
+        parts = [child._part for child in module.children() if isinstance(child, StandIn)]
+        self._columns = [part.column for part in parts if isinstance(part, ColumnPart)]
+        self._doors = [part.door for part in parts]
+
+    def gather_summed(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What is computed from the whole sequence inside is cut."""
+
+        def enter(x: Tensor) -> Tensor:
+            entry = Entry(x, self._cuts.axis, self._columns, self._label, gathers=True, own=False)
+            for door in self._doors:
+                door.open(entry.inside, lambda: entry)
+            return entry.inside
+
+        return self._change_first(enter, args, kwargs)
+
+    def gather(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self._change_first(lambda x: gather(x, self._cuts.axis, SEQUENCE, self._label), args, kwargs)
+
+    def split(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self._change_first(lambda x: split(x, self._cuts.axis, SEQUENCE, self._label), args, kwargs)
+
+    def enter_all(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """All inputs that have a gradient are whole, and what is computed from them is a part of a sum."""
+
+        def enter(x: Any) -> Any:
+            if not (isinstance(x, Tensor) and x.requires_grad):
+                return x
+            flight = Flight()
+            return entered(opened(x, flight), self._cuts.axis, flight, self._label)
+
+        if not self._cuts.active:
+            return None
+        return tuple(enter(one) for one in args), {key: enter(one) for key, one in kwargs.items()}
+
+    def reduce_output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self._change_output(lambda x: reduce(x, self._cuts.axis, self._label), output)
+
+    def gather_output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self._change_output(lambda x: gather(x, self._cuts.axis, SEQUENCE, self._label), output)
+
+    def split_output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self._change_output(lambda x: split(x, self._cuts.axis, SEQUENCE, self._label), output)
+
+    def _change_first(self, change: Callable[[Tensor], Tensor], args: Any, kwargs: Any) -> Any:
+        """The first floating-point tensor among the inputs."""
+        if not self._cuts.active:
+            return None
+        for index, one in enumerate(args):
+            if isinstance(one, Tensor) and one.is_floating_point():
+                return (*args[:index], change(one), *args[index + 1 :]), kwargs
+        for key, one in kwargs.items():
+            if isinstance(one, Tensor) and one.is_floating_point():
+                return args, {**kwargs, key: change(one)}
+        return None
+
+    def _change_output(self, change: Callable[[Tensor], Tensor], output: Any) -> Any:
+        """The first tensor of it."""
+        if not self._cuts.active:
+            return None
+        if isinstance(output, tuple):
+            return (change(output[0]), *output[1:])
+        return change(output)
+
+
+def whole_gradient(axis: Axis, label: str, holders: range) -> Callable[[Tensor], Tensor]:
+    """A hook of a parameter that `holders` have alike, of whose gradient each has a part of the sum."""
+
+    def add_up(gradient: Tensor) -> Tensor:
+        if len(holders) == axis.size:
+            total = gradient.clone(memory_format=torch.contiguous_format)
+            axis.all_reduce(total.view(-1), f"gradient of {label}").wait()
+            return total
+        every = gradient.new_empty(axis.size, gradient.numel())
+        axis.all_gather(every.view(-1), gradient.contiguous().view(-1), f"gradient of {label}").wait()
+        return every[holders.start : holders.stop].sum(dim=0, dtype=torch.float32).to(gradient).view_as(gradient)
+
+    return add_up

@@ -1,0 +1,184 @@
+"""Which module of a cut model computes how: stand-ins for linear layers, hooks for the others."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from zero3d.errors import UsageError
+from zero3d.slicing import Slicing
+from zero3d.tensor.linear import Column, Door
+from zero3d.tensor.modules import (
+    ColumnPart,
+    Cuts,
+    EmbeddingPart,
+    RegionPart,
+    RowPart,
+    stand_in,
+    whole_gradient,
+)
+from zero3d.tensor.plan import Chosen
+from zero3d.tensor.shapes import COLUMNS, ROWS, first_name, is_transposed, module_at
+
+OUTPUTS = {"vocab": "logits", "colwise_gather_output": "whole"}
+"""What becomes of a column's outputs; of all others they stay cut."""
+
+
+class Split(Cuts, Protocol):
+    """What the wiring must know of a cut model."""
+
+    sequence: bool
+    slicings: dict[str, Slicing]
+    chosen: Sequence[Chosen]
+
+
+class Wiring:
+    """Of one model, until it is closed."""
+
+    def __init__(self, cut: Split, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        self._cut = cut
+        self._model = model
+        self._blocks = {id(module) for block in blocks for module in block.modules()}
+        self._swapped: list[tuple[str, nn.Module]] = []
+        self._hooks: list[RemovableHandle] = []
+        linears = [one for one in cut.chosen if one.style(*COLUMNS, *ROWS) and self._is_linear(one)]
+        for number, parent in enumerate(dict.fromkeys(one.parent for one in linears)):
+            self._wire_linears([one for one in linears if one.parent == parent], number)
+        for one in cut.chosen:
+            self._wire_module(one)
+        if cut.sequence:
+            self._cut_sequence(blocks)
+        for name in self._summed(blocks):
+            self._sum_gradient(name)
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for path, module in self._swapped:
+            _put(self._model, path, module)
+        self._swapped.clear()
+
+    def _is_linear(self, one: Chosen) -> bool:
+        module = module_at(self._model, one.path)
+        return module is not None and not isinstance(module, nn.Embedding)
+
+    def _wire_linears(self, siblings: Sequence[Chosen], number: int) -> None:
+        """Those of one module."""
+        cut, door, parent = self._cut, Door(), siblings[0].parent
+        columns = {one: self._column(one.path) for one in siblings}
+        gathered = any(one.style("gather") and one.holds(parent) for one in cut.chosen)
+        ends = any(one.style("sequence_end") for one in cut.chosen)
+        for one, column in columns.items():
+            in_blocks = id(column.module) in self._blocks
+            on_parts = cut.sequence and not self._in_whole(one.path)
+            style = one.style(*COLUMNS, *ROWS)
+            assert style is not None
+            part: ColumnPart | RowPart = RowPart(
+                cuts=cut,
+                label=one.path,
+                column=column,
+                door=door,
+                splits=style.name == "rowwise_split_input",
+                scatters=on_parts and in_blocks,
+            )
+            if style.name in COLUMNS:
+                part = ColumnPart(
+                    cuts=cut,
+                    label=one.path,
+                    column=column,
+                    siblings=[columns[other] for other in siblings if other.style(*COLUMNS)],
+                    door=door,
+                    number=number,
+                    gathers=on_parts and (in_blocks or not ends),
+                    enters=not (cut.sequence and gathered),
+                    output=OUTPUTS.get(style.name, "cut"),
+                    extent=cut.slicings[first_name(self._model, column.module.weight)].extent,
+                )
+            self._swap(column.module, part)
+
+    def _column(self, path: str) -> Column:
+        module = self._model.get_submodule(path)
+        return Column(module, transposed=is_transposed(module))
+
+    def _swap(self, module: nn.Module, part: ColumnPart | RowPart) -> None:
+        new = stand_in(module, part)
+        for path, one in list(self._model.named_modules(remove_duplicate=False)):
+            if one is module:
+                self._swapped.append((path, module))
+                _put(self._model, path, new)
+
+    def _wire_module(self, one: Chosen) -> None:
+        module, cut = module_at(self._model, one.path), self._cut
+        if module is None:
+            return
+        part = RegionPart(cut, one.path, module)
+        if one.style("experts"):
+            self._before(module, part.enter_all)
+            self._after(module, part.reduce_output)
+        if one.style("vocab") and isinstance(module, nn.Embedding):
+            rows = cut.slicings[first_name(self._model, module.weight)].local_extent
+            embedding = EmbeddingPart(cut, one.path, cut.axis.index * rows, rows)
+            self._before(module, embedding.before)
+            self._after(module, embedding.after)
+        if cut.sequence and one.style("gather"):
+            self._before(module, part.gather_summed)
+        if cut.sequence and one.style("whole"):
+            self._before(module, part.gather)
+            self._after(module, part.split_output)
+        if cut.sequence and one.style("sequence_end"):
+            self._after(module, part.gather_output)
+
+    def _before(self, module: nn.Module, hook: object) -> None:
+        self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))  # type: ignore[arg-type]
+
+    def _after(self, module: nn.Module, hook: object) -> None:
+        self._hooks.append(module.register_forward_hook(hook))  # type: ignore[arg-type]
+
+    def _cut_sequence(self, blocks: Sequence[nn.Module]) -> None:
+        if not blocks:
+            raise UsageError(
+                "parallel.sequence_parallel = true, and no list of repeated blocks was found in the model",
+                hint='Name it with model.blocks = "path.of.the.list", or set parallel.sequence_parallel = false.',
+            )
+        self._before(blocks[0], RegionPart(self._cut, "sequence before the first block", blocks[0]).split)
+
+    def _in_whole(self, path: str) -> bool:
+        return any(one.style("whole") and one.holds(path) for one in self._cut.chosen)
+
+    def _summed(self, blocks: Sequence[nn.Module]) -> list[str]:
+        """Parameters that several ranks hold alike while each computes a part of the gradient's sum."""
+        cut = self._cut
+        partial: set[int] = set()
+        looked_after: set[int] = set()
+        for one in cut.chosen:
+            module = module_at(self._model, one.path) or nn.Module()
+            own = {id(parameter) for parameter in module.parameters()}
+            if one.style("partial") or (cut.sequence and one.style("sequence", "sequence_end")):
+                partial |= own
+            elif one.style("gather", "whole"):
+                looked_after |= own
+        for one in cut.chosen:
+            bias = getattr(module_at(self._model, one.path), "bias", None)
+            if cut.sequence and one.style(*ROWS) and isinstance(bias, Tensor) and not self._in_whole(one.path):
+                partial.add(id(bias))
+        if cut.sequence:
+            partial |= {id(one) for block in blocks for one in block.parameters()} - looked_after
+        return [
+            name
+            for name, parameter in self._model.named_parameters()
+            if (id(parameter) in partial and name not in cut.slicings)
+            or (name in cut.slicings and cut.slicings[name].copies > 1)
+        ]
+
+    def _sum_gradient(self, name: str) -> None:
+        axis, slicing = self._cut.axis, self._cut.slicings.get(name)
+        holders = range(axis.size) if slicing is None else slicing.holders(axis.index)
+        parameter = self._model.get_parameter(name)
+        if parameter.requires_grad:
+            self._hooks.append(parameter.register_hook(whole_gradient(axis, name, holders)))
+
+
+def _put(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)
