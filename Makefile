@@ -34,6 +34,7 @@ tests: install
 bench: install
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/tensor.py
 
 format: install
 	$(BIN)/ruff check --fix-only .

@@ -8,6 +8,7 @@ collective. What is written is rank 0's.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -46,8 +47,22 @@ class Cut(Protocol):
         ...
 
 
+class Places(Protocol):
+    """Which parameters this rank has nothing of."""
+
+    def has(self, name: str) -> bool: ...
+
+    def share(self, name: str, read: Callable[[], Tensor]) -> Tensor:
+        """What `read` gives where the parameter is, on all ranks, flat. Collective."""
+        ...
+
+    def together(self, infos: Sequence[ParamInfo]) -> AbstractContextManager[None]:
+        """All parameters are there inside. Entering is collective."""
+        ...
+
+
 class Uncut:
-    """The `Cut` of parameters that every rank has whole, but for what `replica` shards."""
+    """`Cut` and `Places` of parameters that every rank has whole, but for what `replica` shards."""
 
     def join(self, info: ParamInfo, flat: Tensor) -> Tensor:
         return flat
@@ -56,6 +71,15 @@ class Uncut:
         return flat
 
     def whole(self, model: nn.Module, infos: Iterable[ParamInfo]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def has(self, name: str) -> bool:
+        return True
+
+    def share(self, name: str, read: Callable[[], Tensor]) -> Tensor:
+        return read()
+
+    def together(self, infos: Sequence[ParamInfo]) -> AbstractContextManager[None]:
         return nullcontext()
 
 
@@ -74,6 +98,7 @@ class Access:
         replica: ZeroReplica,
         axes: Sequence[Axis],
         cut: Cut,
+        places: Places,
         written: Callable[[], None] = lambda: None,
     ) -> None:
         self._model = model
@@ -81,6 +106,7 @@ class Access:
         self._replica = replica
         self._axes = axes
         self._cut = cut
+        self._places = places
         self._device = replica.device
         self._written = written
         self._refusal = model.register_load_state_dict_pre_hook(_refuse_direct_loading)
@@ -136,24 +162,30 @@ class Access:
 
     def _elements(self, read: Callable[[ParamInfo, slice], Tensor], info: ParamInfo, span: slice) -> Tensor:
         """Elements `span` of a flattened whole parameter. Of one that is cut all of it moves."""
-        if info.slicing is None:
-            return read(info, span)
-        return self._cut.join(info, read(info.local, slice(0, info.local.numel)))[span]
+
+        def here() -> Tensor:
+            if info.slicing is None:
+                return read(info, span)
+            return self._cut.join(info, read(info.local, slice(0, info.local.numel)))[span]
+
+        return self._places.share(info.name, here)
 
     def _write(self, info: ParamInfo, span: slice, values: Tensor) -> None:
         if info.slicing is not None:
             whole = self._elements(self._replica.weight_of, info, slice(0, info.numel))
             whole[span] = values
             info, span, values = info.local, slice(0, info.local.numel), self._cut.cut(info, whole)
-        self._replica.write(info, span, values)
+        if self._places.has(info.name):
+            self._replica.write(info, span, values)
 
     def state(self) -> dict[str, Tensor]:
         """Whole tensors under the user's own names, in the dtypes that the model was made with."""
-        found = dict(self._replica.whole([info.local for info in self._infos]))
+        found = dict(self._replica.whole([info.local for info in self._here()]))
         whole: dict[str, Tensor] = {}
         for info in self._infos:
             part = found.pop(info.name, torch.empty(0, device=self._device)).view(-1)
-            tensor = self._cut.join(info, part).view(info.shape).to(info.dtype)
+            join = partial(self._cut.join, info, part)
+            tensor = self._places.share(info.name, join).view(info.shape).to(info.dtype)
             whole.update((name, tensor) for name in (info.name, *info.ties))
         return {
             name: whole[name] if name in whole else self._rank_0s(_copy(tensor), name)
@@ -166,7 +198,13 @@ class Access:
         known = self._names()
         missing = [name for name in known if name not in state]
         unexpected = [name for name in state if name not in known]
-        wrong = [name for name in known if name in state and known[name].shape != state[name].shape]
+        # What the model has of a parameter is a part again.
+        shapes = {name: info.shape for info in self._infos for name in (info.name, *info.ties)}
+        wrong = [
+            name
+            for name, tensor in known.items()
+            if name in state and tuple(state[name].shape) != shapes.get(name, tuple(tensor.shape))
+        ]
         told = {"has not": missing if strict else [], "has besides": unexpected if strict else []}
         told["has in another shape"] = wrong
         self._all_agree(
@@ -188,8 +226,8 @@ class Access:
     @contextmanager
     def gathered(self, *, write: bool) -> Iterator[None]:
         """All parameters are whole and plain inside. `write`: what is written to them is kept, else it is an error."""
-        parameters = [self._model.get_parameter(info.name) for info in self._infos]
-        with self._replica.gathered(), self._cut.whole(self._model, self._infos):
+        with self._whole():
+            parameters = [self._model.get_parameter(info.name) for info in self._infos]
             before = [parameter._version for parameter in parameters]
             yield
             changed = [int(parameter._version != version) for parameter, version in zip(parameters, before)]
@@ -214,8 +252,17 @@ class Access:
         if bool(flags.any()):
             self._written()
 
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        here = self._here()
+        with self._replica.gathered(), self._cut.whole(self._model, here), self._places.together(self._infos):
+            yield
+
+    def _here(self) -> list[ParamInfo]:
+        return [info for info in self._infos if self._places.has(info.name)]
+
     def _names(self) -> dict[str, Tensor]:
-        with self._replica.gathered(), self._cut.whole(self._model, self._infos):
+        with self._whole():
             return dict(self._model.state_dict(keep_vars=True))
 
     def _rank_0s(self, tensor: Tensor, name: str) -> Tensor:

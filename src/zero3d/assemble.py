@@ -1,6 +1,6 @@
-"""The order of the parallelisms, once: model -> tensor -> weights -> recompute -> zero -> optimizer."""
+"""The order of the parallelisms, once: model -> tensor -> pipeline -> weights -> recompute -> zero -> optimizer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,16 +20,19 @@ from zero3d.optim.assignment import assign
 from zero3d.optim.sharded import ShardedOptimizer
 from zero3d.params import ParamInfo
 from zero3d.pipeline.action import Action
+from zero3d.pipeline.assembly import Pipeline
 from zero3d.pipeline.calling import Call, caller
-from zero3d.pipeline.schedules.accumulate import accumulate
+from zero3d.pipeline.cut import cut
+from zero3d.pipeline.schedules.registry import named
 from zero3d.pipeline.stage import ModelStage
+from zero3d.pipeline.tied import Tied
 from zero3d.precision import Scaler, dtypes_for
 from zero3d.randomness import Randomness
 from zero3d.recompute import Recomputed, recompute
 from zero3d.tensor.split import TensorParallel, split
 from zero3d.zero.levels import gathers, options_for, replica_for
 from zero3d.zero.replica import ZeroReplica
-from zero3d.zero.units import find_blocks, split_units
+from zero3d.zero.units import find_blocks, of_rank, split_units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +45,15 @@ class Parts:
     axis: RecordedAxis
     model_axis: Axis
     device: torch.device
-    stage: ModelStage
+    pipeline: Pipeline
     tensor: TensorParallel
     randomness: Randomness
     recomputed: Sequence[Recomputed]
     replica: ZeroReplica
     counts_norms: bool
     uncounted: frozenset[str]
+    speaks: bool
+    tied: Tied
     optimizer: ShardedOptimizer
     scaler: Scaler
     clip_norm: float
@@ -57,13 +62,18 @@ class Parts:
     def close(self) -> None:
         """Modules and gradients are the user's again; weights can still be gathered, read and written."""
         self.replica.close()
+        self.pipeline.close()
         self.tensor.close()
         self.randomness.close()
         for block in self.recomputed:
             block.close()
 
+    @property
+    def stages(self) -> Mapping[int, ModelStage]:
+        return self.pipeline.local
+
     def actions(self, micro_batches: int) -> Sequence[Action]:
-        return accumulate(1, 1, micro_batches)[0]
+        return self.pipeline.actions(micro_batches)
 
 
 def assemble(
@@ -92,12 +102,29 @@ def assemble(
             hint='Name it with model.blocks = "path.of.the.list", or set recompute.mode = "none".',
         )
 
+    schedule = named(parallel.schedule)
+    stages = cut(
+        model,
+        blocks,
+        schedule,
+        ranks=mesh.layout.pp,
+        index=mesh.axes["pp"].index,
+        per_rank=parallel.stages_per_rank,
+        sizes=parallel.stage_blocks,
+        first=parallel.first_stage,
+        last=parallel.last_stage,
+    )
+    call = call or caller(model, dtypes.compute_rule)
+    pipeline = Pipeline(model, stages, schedule, mesh.axes["pp"], device, randomness, call)
+    shared = pipeline.placed.shared()
     randomness.watch(model, blocks, apart=tensor.sequence)
     recomputed = recompute(model, blocks if config.recompute.mode == "block" else ())
-    replica = replica_for(options_for(config), mesh.sharding, blueprint, split_units(model, blocks), dtypes, device)
+    units = of_rank(split_units(model, blocks), pipeline.placed.has, shared)
+    replica = replica_for(options_for(config), mesh.sharding, blueprint, units, dtypes, device, pipeline.root)
     tensor.watch(model, blocks)
     scaler = Scaler(enabled=dtypes.compute_rule is torch.float16)
-    scale = partial(scaler.for_loss, axis)
+    pipeline.open(loss, partial(scaler.for_loss, axis), blocks)
+    counts = {info.name: tensor.counts(info.name) and pipeline.placed.counts(info.name) for info in infos}
     return Parts(
         model=model,
         infos=infos,
@@ -105,13 +132,15 @@ def assemble(
         axis=axis,
         model_axis=mesh.model,
         device=device,
-        stage=ModelStage(model, call or caller(model, dtypes.compute_rule), loss, randomness, scale),
+        pipeline=pipeline,
         tensor=tensor,
         randomness=randomness,
         recomputed=recomputed,
         replica=replica,
         counts_norms=mesh.counts_norms,
-        uncounted=frozenset(info.name for info in infos if not tensor.counts(info.name)),
+        uncounted=frozenset(name for name, counted in counts.items() if not counted),
+        speaks=pipeline.speaks and mesh.axes["tp"].index == 0,
+        tied=Tied(mesh.axes["pp"], shared, replica.shards),
         optimizer=ShardedOptimizer(assignment, replica.shards, mesh.sharding),
         scaler=scaler,
         clip_norm=config.optimizer.clip_norm,

@@ -33,7 +33,10 @@ def activations(parts: Parts, micro_batch: Batch) -> int:
 
     buffers = [(buffer, buffer.clone()) for buffer in parts.model.buffers()]
     with parts.randomness.step(0), torch.autograd.graph.saved_tensors_hooks(count, lambda nothing: nothing):
-        parts.stage.losses(micro_batch)
+        for stage in parts.stages.values():
+            stage.forward(0, micro_batch)
+            stage.start()
+    parts.pipeline.settle()
     seen = {tensor.untyped_storage()._cdata for _, tensor in parts.replica.held()}
     # A released weight has no memory by now: what autograd keeps of it counts nothing.
     total = _fresh_bytes(saved, seen)

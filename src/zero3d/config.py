@@ -145,6 +145,16 @@ class Parallel(Section):
     """Tensor-parallel ranks."""
     sequence_parallel: bool = False
     """What tensor parallelism leaves whole (norms, dropout, residuals) runs on 1/tp of the sequence."""
+    schedule: str = "1f1b"
+    """How pipeline stages take turns: gpipe, 1f1b, interleaved, zbh1, zbh2, zbv, or a text file of your own (.txt)."""
+    stages_per_rank: Positive = 1
+    """Stages that each pipeline rank computes; more than one for interleaved and zbv."""
+    stage_blocks: Annotated[tuple[Positive, ...], FromList] = ()
+    """Blocks of each stage; left out, they are cut so that stages take about as long."""
+    first_stage: Annotated[tuple[str, ...], FromList] = ()
+    """Patterns of modules outside the blocks that run before them, where they are not defined before them."""
+    last_stage: Annotated[tuple[str, ...], FromList] = ()
+    """Patterns of modules outside the blocks that run after them, where they are not defined after them."""
     plan: dict[str, str] = {}
     """What tensor parallelism cuts: patterns of module paths and their styles, such as "blocks.*.up" = "colwise" and
     "blocks.*.down" = "rowwise". They come before those of a plan that the model brings."""

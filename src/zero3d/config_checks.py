@@ -25,12 +25,6 @@ def problems(config: "Config") -> Iterator[Problem]:
     """Everything that can be known before the number of ranks is."""
     yield from _model_problems(config)
     yield from _step_problems(config)
-    if config.parallel.pp != 1:
-        yield Problem(
-            "parallel.pp",
-            f"parallel.pp = {config.parallel.pp} is not in this version",
-            "Set parallel.pp = 1; zero.level = 3 and parallel.tp make a large model fit.",
-        )
     if config.run.check_every and config.parallel.tp == 1:
         yield Problem(
             "run.check_every",
@@ -159,12 +153,13 @@ def filling_problems(config: "Config", world: int) -> Iterator[Problem]:
     """The ranks that were started can be shared by tp and pp, and dp fills what is left."""
     tp, pp = config.parallel.tp, config.parallel.pp
     if world % (tp * pp):
+        degrees = [one for one in range(1, world + 1) if world % (one * pp) == 0]
         what = f"parallel.tp = {tp}" if pp == 1 else f"parallel.tp x parallel.pp = {tp} x {pp}"
         fits = " or ".join(str(one) for one in (world - world % (tp * pp), world - world % (tp * pp) + tp * pp) if one)
         yield Problem(
             "parallel.tp",
             f"{_ranks(world)} cannot be shared by {what}",
-            f"Start {fits} ranks, or set parallel.tp to a divisor of {world}.",
+            f"Start {fits} ranks, or set parallel.tp to {' or '.join(map(str, degrees[:8])) or 1}.",
         )
 
 

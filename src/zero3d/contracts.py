@@ -77,7 +77,7 @@ class Replica(Protocol):
     """My copy of the model over dp; hides buckets, hooks, gather and release, overlap, and the level."""
 
     def turn(self, stage: int, first: bool, last: bool, *, counts: bool = True) -> AbstractContextManager[None]:
-        """Round one backward of a stage: it is the stage's first, or last, in this step. Without `counts` its
+        """Round one backward of a stage: it is this rank's first, or last, in this step. Without `counts` its
         gradients are left out: it only makes this rank's calls match those of the others."""
         ...
 
@@ -125,9 +125,23 @@ class Stage(Protocol):
 
     index: int
 
-    def forward(self, micro_batch: int, x: Any) -> Any: ...
+    def expect(self, micro_batch: int, x: Any) -> None:
+        """What the forward of `micro_batch` needs of the stage before may come from now on."""
+        ...
 
-    def backward(self, micro_batch: int, gradient: Any) -> Any: ...
+    def expect_gradients(self, micro_batch: int) -> None: ...
+
+    def forward(self, micro_batch: int, x: Any) -> None: ...
+
+    def backward(self, micro_batch: int) -> None: ...
+
+    def input_backward(self, micro_batch: int) -> None:
+        """The part of the backward that the stage before waits for."""
+        ...
+
+    def weight_backward(self, micro_batch: int) -> None:
+        """The rest of it."""
+        ...
 
 
 Schedule = Callable[[int, int, int], list[list["Action"]]]

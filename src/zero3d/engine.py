@@ -249,6 +249,11 @@ class Engine:
         they get on rank 0. For so long every rank holds all weights and optimizer state. If `change` raises, the engine
         is closed. (After `requires_grad_` alone no edit is needed: the next step sees it and makes one.)"""
         self._refuse_closed()
+        if self._mesh.layout.pp > 1:
+            raise UsageError(
+                "engine.edit, and with it freezing and unfreezing, is not there for a model in stages",
+                hint="Make the change before the engine is made, or use parallel.pp = 1.",
+            )
         self._access.close()
         self._closed = True
         self._take(edit(self._parts, self._mesh.sharding, change, self._assemble))
@@ -288,7 +293,7 @@ class Engine:
         """From now on these parts train."""
         self._parts = parts
         axes = (self._mesh.model, parts.axis)
-        self._access = Access(parts.model, parts.infos, parts.replica, axes, parts.tensor, parts.optimizer.fetch)
+        self._access = Access(parts.model, parts.infos, parts.replica, axes, parts.tensor, parts.pipeline.placed, parts.optimizer.fetch)
         self._last = None
         self._parameters = [parts.model.get_parameter(info.name) for info in parts.infos]
         self.model: nn.Module = parts.model
@@ -303,9 +308,10 @@ class Engine:
         own_batches = split(batch, self.config.parallel.micro_batch, self.device)
         flags = training_flags(self._parameters)
         if self._steps < CHECKED_STEPS:
-            refuse_other_data(batch, self._mesh.model, self._mesh.replica_ranks, self.device)
+            refuse_other_data(batch, self._mesh.everyone, self._mesh.layout.model_groups(), self.device)
         mine = Mine(micro_batches=own_batches, seen=self._sample, trained=zlib.crc32(flags))
         micro_batches = even_out(mine, self._parts.axis, self.device)
+        self._parts.pipeline.agree(next(iter(own(micro_batches)), micro_batches[0]))
         if flags != bytes(info.trainable for info in self._parts.infos):
             self.edit(lambda model: None)
         rounds = any(shard.gradient.dtype != torch.float32 for shard in self._parts.replica.shards)

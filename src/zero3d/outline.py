@@ -14,6 +14,8 @@ from zero3d.comm.paper_axis import PaperAxis
 from zero3d.config import Config
 from zero3d.models.plans import tensor_plan
 from zero3d.params import ParamInfo
+from zero3d.pipeline.cut import Stages, cut
+from zero3d.pipeline.schedules.registry import named
 from zero3d.randomness import Randomness
 from zero3d.tensor.plan import Chosen
 from zero3d.tensor.shapes import COLUMNS, ROWS
@@ -27,12 +29,13 @@ class Outline:
 
     styles: parameter -> the style of the plan that cuts it, of those that are cut
     blocks: the path of each block -> the parameters that it is the first to have
-    tensor: what has cut the model that this was made of
+    stages: which pp index has what; tensor: what has cut the model that this was made of
     """
 
     infos: Sequence[ParamInfo]
     styles: Mapping[str, str]
     blocks: Mapping[str, frozenset[str]]
+    stages: Stages
     tensor: TensorParallel
 
     def patterns(self) -> dict[str, list[ParamInfo]]:
@@ -46,10 +49,20 @@ class Outline:
             found.setdefault(pattern, []).append(info)
         return found
 
-    def held(self, blocks: range) -> list[ParamInfo]:
-        """What a rank has of these blocks and of all outside the blocks, in its own shapes, before ZeRO shards it."""
-        others = [names for number, names in enumerate(self.blocks.values()) if number not in blocks]
-        return [info.local for info in self.infos if not any(info.name in names for names in others)]
+    def blocks_of(self, pp: int) -> list[range]:
+        """The blocks of each stage that this index on pp has; of a stage without blocks an empty range."""
+        holders = enumerate(self.stages.holders)
+        return [self.stages.blocks[stage] for stage, holder in holders if holder == pp]
+
+    def outside_of(self, pp: int) -> list[str]:
+        """The modules outside all blocks of which this index on pp has parameters."""
+        inside = frozenset[str]().union(*self.blocks.values())
+        names = [info.name for info in self.infos if info.name not in inside and pp in self.stages.ranks_of(info.name)]
+        return list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
+
+    def held(self, pp: int) -> list[ParamInfo]:
+        """What a rank of this index on pp has, in its own shapes, before ZeRO shards it."""
+        return [info.local for info in self.infos if pp in self.stages.ranks_of(info.name)]
 
 
 def outline(model: nn.Module, config: Config) -> Outline:
@@ -65,15 +78,25 @@ def outline(model: nn.Module, config: Config) -> Outline:
     axis = PaperAxis(parallel.tp)
     _, tensor = split(blueprint, axis, streams, tensor_plan(model), parallel.plan, sequence=parallel.sequence_parallel)
     infos = tensor.infos(model)
+    stages = _stages(model, blocks, config)
     tensor.watch(model, blocks)
     styles = {info.name: style for info in infos if info.slicing for style in _styles(info, tensor.chosen)}
-    return Outline(infos=infos, styles=styles, blocks=owned, tensor=tensor)
+    return Outline(infos=infos, styles=styles, blocks=owned, stages=stages, tensor=tensor)
 
 
-def blocks_of_stages(num_blocks: int, pp: int) -> list[range]:
-    """The blocks of each index on pp."""
-    assert pp == 1, "refused with the configuration"
-    return [range(num_blocks)]
+def _stages(model: nn.Module, blocks: Sequence[nn.Module], config: Config) -> Stages:
+    parallel = config.parallel
+    return cut(
+        model,
+        blocks,
+        named(parallel.schedule),
+        ranks=parallel.pp,
+        index=0,
+        per_rank=parallel.stages_per_rank,
+        sizes=parallel.stage_blocks,
+        first=parallel.first_stage,
+        last=parallel.last_stage,
+    )
 
 
 def _owned(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, frozenset[str]]:

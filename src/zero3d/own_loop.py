@@ -280,7 +280,7 @@ class Sharded:
                 began=self._backward_begins,
                 changed=self._sum_changes,
             ),
-            access=Access(model, infos, replica, [mesh.axes["dp"]], Uncut()),
+            access=Access(model, infos, replica, [mesh.axes["dp"]], Uncut(), Uncut()),
         )
 
     def _backward_begins(self) -> None:

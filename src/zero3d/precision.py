@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import log2
 
 import torch
 from torch import Tensor
@@ -63,6 +64,7 @@ class Scaler:
         self._good_steps = 0
         self._growth_interval = growth_interval
         self._started = not enabled
+        self._shares = enabled
 
     def for_loss(self, axis: Axis, count: Tensor) -> float:
         """The scale of a micro-batch's loss; `count` of its targets, added over ranks, sets the very first one."""
@@ -73,10 +75,19 @@ class Scaler:
             self._started = True
         return self.scale
 
+    def share(self, knows: bool, axis: Axis, device: torch.device) -> None:
+        """The first scale is known on one rank of `axis`, whose loss it was; now on all."""
+        if self._started and not self._shares:
+            return
+        exponent = torch.tensor([int(log2(self.scale)) if knows else 0], dtype=torch.int64, device=device)
+        axis.all_reduce(exponent, "first loss scale").wait()
+        self.scale, self._started, self._shares = 2.0 ** int(exponent), True, False
+
     def go_on_from(self, other: "Scaler") -> None:
         """Continues where `other` stopped."""
         self.scale, self.bad_steps = other.scale, other.bad_steps
         self._good_steps, self._started = other._good_steps, other._started
+        self._shares = other._shares
 
     def update(self, finite: bool) -> None:
         """After a step whose numbers were `finite`, or not and so left out."""

@@ -61,4 +61,4 @@ def _differences(infos: Sequence[ParamInfo], shards: Iterable[Shard], mesh: Mesh
 
 
 def _checksum(values: Tensor) -> int:
-    return zlib.crc32(values.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return zlib.crc32(values.detach().cpu().contiguous().view(torch.uint8).numpy().data)

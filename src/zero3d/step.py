@@ -30,8 +30,11 @@ def train_step(parts: Parts, micro_batches: Sequence[Batch], step: int, lr: floa
     """
     _start(parts)
     with parts.randomness.step(step):
-        run(parts.actions(len(micro_batches)), {0: parts.stage}, parts.replica, micro_batches)
+        run(parts.actions(len(micro_batches)), parts.stages, parts.replica, micro_batches)
+    parts.pipeline.settle()
+    parts.scaler.share(parts.speaks, parts.model_axis, parts.device)
     shards = parts.replica.finish()
+    parts.replica.has_changed(parts.tied.add_up())
 
     totals = agree(_mine(parts), parts.axis, parts.model_axis, parts.device)
     divisor = max(totals.count, 1) * parts.scaler.scale
@@ -48,23 +51,27 @@ def train_step(parts: Parts, micro_batches: Sequence[Batch], step: int, lr: floa
 def evaluate_step(parts: Parts, micro_batches: Sequence[Batch]) -> Totals:
     """The loss alone, as `train_step` averages it. Collective."""
     _start(parts)
-    for micro_batch in micro_batches:
-        parts.stage.evaluate(micro_batch)
+    for number, micro_batch in enumerate(micro_batches):
+        for stage in parts.stages.values():
+            stage.evaluate(number, micro_batch)
+    parts.pipeline.settle()
     return agree(_mine(parts, trains=False), parts.axis, parts.model_axis, parts.device)
 
 
 def _start(parts: Parts) -> None:
     for axis in parts.axes:
         axis.start_step()
-    parts.stage.start()
+    for stage in parts.stages.values():
+        stage.start()
 
 
 def _mine(parts: Parts, *, trains: bool = True) -> Part:
+    outcomes = [outcome for stage in parts.stages.values() for outcome in stage.outcomes]
     return Part(
-        losses=[outcome.loss for outcome in parts.stage.outcomes],
-        counts=[outcome.count for outcome in parts.stage.outcomes],
+        losses=[outcome.loss for outcome in outcomes],
+        counts=[outcome.count for outcome in outcomes],
         norms=parts.replica.norms(parts.uncounted) if trains and parts.counts_norms else (),
         arrivals=parts.replica.arrivals() if trains else {},
         digest=parts.axis.digest,
-        speaks=parts.model_axis.index == 0,
+        speaks=parts.speaks,
     )

@@ -21,9 +21,11 @@ def first_non_finite(parts: Parts, micro_batches: Sequence[Batch], step: int) ->
     """
     modules: list[str] = []
     gradients: list[str] = []
-    parts.stage.start()
+    for stage in parts.stages.values():
+        stage.start()
     with _watching(parts.model, modules, gradients), parts.randomness.step(step):
-        run(parts.actions(len(micro_batches)), {0: parts.stage}, parts.replica, micro_batches)
+        run(parts.actions(len(micro_batches)), parts.stages, parts.replica, micro_batches)
+    parts.pipeline.settle()
     parts.replica.finish()
     said = []
     if gradients:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -247,10 +247,13 @@ def found_on_rank(some: list[Case]) -> list[Found]:
     return found
 
 
-def assert_near(mine: Tensor, expected: Tensor, dtype: torch.dtype, what: object) -> None:
+def largest(*tensors: Tensor) -> float:
+    return max([1.0, *(float(one.abs().max()) for one in tensors)])
+
+
+def assert_near(mine: Tensor, expected: Tensor, dtype: torch.dtype, scale: float, what: object) -> None:
     assert mine.shape == expected.shape, what
     tolerance = 1e-5 if dtype == torch.float32 else 16 * torch.finfo(dtype).eps
-    scale = max(float(expected.abs().max()), 1.0) if expected.numel() else 1.0
     error = float((mine.double() - expected.double()).abs().max()) / scale
     assert error <= tolerance, (error, what)
 
@@ -262,12 +265,15 @@ def hold(some: list[Case], ranks: int) -> None:
         first: Found = by_rank[0][number]
         assert torch.equal(first.whole_output, plain.output), case
         assert first.output.dtype == case.dtype and first.gradients.keys() == plain.gradients.keys(), case
-        assert_near(first.output, exact.output, case.dtype, case)
+        assert_near(first.output, exact.output, case.dtype, largest(exact.output), case)
+        # Of all: a key's bias has no gradient but rounding.
+        scale = largest(*exact.gradients.values())
         for name, gradient in first.gradients.items():
-            assert_near(gradient, exact.gradients[name], case.dtype, (name, case))
+            assert_near(gradient, exact.gradients[name], case.dtype, scale, (name, case))
         assert (first.input_gradient is None) == (plain.input_gradient is None), case
         if first.input_gradient is not None:
-            assert_near(first.input_gradient, exact.input_gradient, case.dtype, case)
+            scale = largest(exact.input_gradient)
+            assert_near(first.input_gradient, exact.input_gradient, case.dtype, scale, case)
         for of_rank in by_rank:
             one = of_rank[number]
             assert torch.equal(one.output, first.output), case
@@ -276,7 +282,7 @@ def hold(some: list[Case], ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=12, phases=[Phase.generate])  # a message names its case: none need be shrunk
 @given(data=st.data())
 def test_cut_layers_equal_plain_ones(ranks: int, data: st.DataObject) -> None:
     hold(data.draw(st.lists(cases(ranks), min_size=EACH, max_size=EACH)), ranks)

@@ -150,7 +150,16 @@ def test_pure_parts_load_no_torch(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["__init__.py", "__main__.py", "cli/main.py", "cli/train.py", "cli/verify.py", "cli/show.py", "cli/checks.py"],
+    [
+        "__init__.py",
+        "__main__.py",
+        "cli/main.py",
+        "cli/train.py",
+        "cli/verify.py",
+        "cli/show.py",
+        "cli/show_layout.py",
+        "cli/checks.py",
+    ],
 )
 def test_the_command_loads_torch_only_once_its_input_is_checked(name: str) -> None:
     assert not [dotted for dotted in loaded_with(name) if below(dotted, "torch")]

@@ -141,7 +141,7 @@ def check_model(config: Config, prepared: Prepared, ranks: int, allow_code: bool
 
     from zero3d.models.presets import build_function
     from zero3d.optim.assignment import assign
-    from zero3d.outline import blocks_of_stages, outline
+    from zero3d.outline import outline
 
     build = build_function(config.model, prepared.vocabulary, config.data.sequence_length, allow_code=allow_code)
     resolved = config.resolved(ranks, native_bf16=False)
@@ -159,8 +159,8 @@ def check_model(config: Config, prepared: Prepared, ranks: int, allow_code: bool
     found.tensor.refuse_whole(assignment.whole)
     if machine.gpus():
         return
-    stages = blocks_of_stages(len(found.blocks), resolved.parallel.pp)
-    states = max(predicted(resolved, found.held(blocks))[resolved.zero.level].total for blocks in stages)
+    each = [predicted(resolved, found.held(pp)) for pp in range(resolved.parallel.pp)]
+    states = max(one[resolved.zero.level].total for one in each)
     _check_memory(ranks, PROCESS_BYTES + states, f"with {size(states)} of model states each")
 
 

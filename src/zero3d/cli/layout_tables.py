@@ -5,7 +5,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -26,30 +26,33 @@ MOST_SLICES = 8
 GAP = "   "
 
 
-def parts(
-    config: Config, found: "Outline", stages: Sequence[range], held: Sequence[Sequence["ParamInfo"]], width: int
-) -> Iterator[RenderableType]:
+def parts(config: Config, found: "Outline", width: int) -> Iterator[RenderableType]:
     """What is printed, in order, in a window of `width` columns."""
     layout = layout_of(config)
     title = f"{layout.world} rank{'s' * (layout.world > 1)}: {axes_text(config)}, ZeRO level {config.zero.level}"
-    yield Text(title, style="bold")
-    cells = [(_blocks(blocks), f"{count(sum(one.numel for one in mine))}") for blocks, mine in zip(stages, held)]
+    about = "Of each rank: its blocks, and its parameters before ZeRO shards them"
+    yield Text.assemble((title, "bold"), (f"\n{about}", "dim"))
+    held = [found.held(pp) for pp in range(layout.pp)]
+    blocks = [", ".join(map(_blocks, found.blocks_of(pp))) for pp in range(layout.pp)]
+    cells = [(told, count(sum(one.numel for one in mine))) for told, mine in zip(blocks, held)]
     yield from _grid(layout, cells, width)
+    if layout.pp > 1:
+        outside = [f"pp {pp} has {', '.join(found.outside_of(pp)) or 'nothing'}" for pp in range(layout.pp)]
+        yield Text(f"Outside the blocks: {'; '.join(outside)}.")
     cut = [info for info in found.infos if info.slicing is not None]
     if cut:
-        yield _cut(found)
+        yield _cut(found, width)
         yield _whole(found)
-        yield _totals(found, layout.tp)
-    else:
+        yield _totals(found, layout)
+    elif layout.pp == 1:
         yield Text(f"Every rank has the whole model: {count(sum(info.numel for info in found.infos))} parameters.")
-    if layout.pp == 1:
-        yield who_holds_what(config, predicted(config, held[0]))
+    yield who_holds_what(config, [predicted(config, mine) for mine in held])
 
 
 def _blocks(blocks: range) -> str:
     """Such as `L0-L7`."""
     if not blocks:
-        return "all modules"
+        return "no blocks"
     return f"L{blocks[0]}" + (f"-L{blocks[-1]}" if len(blocks) > 1 else "")
 
 
@@ -73,7 +76,7 @@ def _grid(layout: Layout, cells: Sequence[tuple[str, str]], width: int) -> Itera
                 lines.append(Text.assemble(" " * left, *_joined([text] * layout.tp, indexes, wide, "")))
             if dp == MOST_ROWS - 1 and layout.dp > MOST_ROWS:
                 lines.append(Text(f"pp {pp}  dp {dp + 1} to {layout.dp - 1}: the same".ljust(left), style="dim"))
-        yield Text("\n").join(line for line in lines)
+        yield Text("\n").join(lines)
 
 
 def _rows(layout: Layout) -> list[tuple[int, int]]:
@@ -85,14 +88,27 @@ def _joined(texts: Sequence[str], indexes: range, wide: int, style: str) -> list
     return [(texts[index].ljust(wide) + GAP * (index != indexes[-1]), style) for index in indexes]
 
 
-def _cut(found: "Outline") -> Table:
-    """One row for parameters that differ in their block alone."""
-    table = _table("What tensor parallelism cuts", ["parameter", "number", "style", "whole -> on a rank", "slices"])
+def _cut(found: "Outline", width: int) -> Table:
+    """One row for parameters that differ in their block alone. Slices are beside shapes, or below where the window is
+    narrow: there may be as many as fill any."""
+    columns = ["parameter", "number", "style", "whole -> on a rank"]
+    rows = list(_cut_rows(found))
+    table = _table("What tensor parallelism cuts", [*columns, "slices by tp index"])
+    for cells in rows:
+        table.add_row(*cells)
+    if Console(width=10_000).measure(table).maximum <= width:
+        return table
+    table = _table("What tensor parallelism cuts, and slices by tp index", columns)
+    for *others, shapes, slices in rows:
+        table.add_row(*others, f"{shapes}\n{slices}")
+    return table
+
+
+def _cut_rows(found: "Outline") -> Iterator[tuple[str, str, str, str, str]]:
     for pattern, number, info in _alike(found, cut=True):
         assert info.slicing is not None
         shapes = f"{list(info.shape)} -> {list(info.local.shape)}"
-        table.add_row(pattern, f"{number}", found.styles.get(info.name, ""), shapes, _slices(str(info.slicing)))
-    return table
+        yield pattern, f"{number}", found.styles.get(info.name, ""), shapes, _slices(str(info.slicing))
 
 
 def _whole(found: "Outline") -> Table:
@@ -102,13 +118,15 @@ def _whole(found: "Outline") -> Table:
     return table
 
 
-def _totals(found: "Outline", tp: int) -> Text:
+def _totals(found: "Outline", layout: Layout) -> Text:
     cut = sum(info.numel for info in found.infos if info.slicing is not None)
     mine = sum(info.local.numel for info in found.infos if info.slicing is not None)
     whole = sum(info.numel for info in found.infos if info.slicing is None)
+    who = "A rank has" if layout.pp == 1 else "The ranks of a pipeline have"
+    part = (mine + whole) / (cut + whole)
     return Text(
-        f"{count(cut)} parameters are cut into {tp}, {count(mine)} on each rank; {count(whole)} stay whole. "
-        f"A rank has {count(mine + whole)} of {count(cut + whole)}: {(mine + whole) / (cut + whole):.1%}."
+        f"{count(cut)} parameters are cut into {layout.tp}, {count(mine)} each; {count(whole)} stay whole. "
+        f"{who} {count(mine + whole)} of {count(cut + whole)}: {part:.1%}."
     )
 
 
@@ -116,8 +134,7 @@ def _table(title: str, columns: Sequence[str]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in columns:
         right = name in ("number", "elements")
-        # Only slices go on below where the window is narrow: there are ranks enough to fill any.
-        table.add_column(name, justify="right" if right else "left", no_wrap=name != "slices", overflow="fold")
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
     return table
 
 

@@ -1,7 +1,6 @@
 """`zero3d show layout CONFIG`: what each rank would hold. Starts no ranks, makes no weights, reads no text."""
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -55,22 +54,21 @@ def _work(options: Options) -> None:
     # As `zero3d train` would resolve it: every key as one that was set.
     config = Config.load(given.model_dump()).resolved(options.ranks or fewest, native_bf16=False)
     found = _outline(config, allow_code=options.allow_code)
-    from zero3d.outline import blocks_of_stages
-
-    stages = blocks_of_stages(len(found.blocks), parallel.pp)
-    held = [found.held(blocks) for blocks in stages]
     if options.json:
-        print(json.dumps(as_event(config, found, stages, held)))
+        print(json.dumps(as_event(config, found)))
         return
     from rich.console import Console
+    from rich.text import Text
 
     from zero3d.cli.layout_tables import parts
 
     console = Console()
     if not console.is_terminal:
         console.width = FILE_WIDTH
-    for part in parts(config, found, stages, held, console.width):
-        console.print(part, "", soft_wrap=False, highlight=False)
+    for part in parts(config, found, console.width):
+        console.print(part, highlight=False)
+        if isinstance(part, Text):  # A table ends with an empty line by itself.
+            console.print()
 
 
 def _outline(config: Config, *, allow_code: bool) -> "Outline":
@@ -99,39 +97,46 @@ def _without_weights(build: "Build", seed: int) -> "nn.Module":
         return draw(build, seed).model
 
 
-def as_event(
-    config: Config, found: "Outline", stages: "Sequence[range]", held: "Sequence[Sequence[ParamInfo]]"
-) -> dict[str, object]:
-    """What programs read. blocks: the first and the last, or null; parameters: elements that the rank's part of the
-    model has before ZeRO shards them, padding counted; keeps: after that."""
+def as_event(config: Config, found: "Outline") -> dict[str, object]:
+    """What programs read. blocks: the first and the last, or null; stages: the same of each of its stages;
+    parameters: elements that the rank's part of the model has before ZeRO shards them, padding counted; keeps: after
+    that, as part [number, of so many]."""
     layout = layout_of(config)
+    held = [found.held(pp) for pp in range(layout.pp)]
     states = [checks.predicted(config, mine) for mine in held]
     ranks = []
     for rank in range(layout.world):
         place = layout.place(rank)
-        blocks, mine = stages[place.pp], states[place.pp][config.zero.level]
+        stages = found.blocks_of(place.pp)
+        blocks = sorted(block for stage in stages for block in stage)
+        mine, whole = states[place.pp][config.zero.level], states[place.pp][0]
         ranks.append(
             {
                 "rank": rank,
                 **place._asdict(),
-                "blocks": [blocks[0], blocks[-1]] if blocks else None,
+                "blocks": _ends(blocks),
+                "stages": [_ends(stage) for stage in stages],
                 "parameters": sum(info.numel for info in held[place.pp]),
                 "keeps": {
-                    kind: {
-                        "part": part_of(config, place, getattr(mine, kind), getattr(states[place.pp][0], kind)),
-                        "bytes": getattr(mine, kind),
-                    }
+                    kind: {"part": list(part_of(config, place, held_bytes, getattr(whole, kind))), "bytes": held_bytes}
                     for kind in KINDS
+                    for held_bytes in [getattr(mine, kind)]
                 },
             }
         )
     return {"ranks": ranks, "tensors": {info.name: _tensor(info, found) for info in found.infos}}
 
 
+def _ends(blocks: "Sequence[int]") -> list[int] | None:
+    return [blocks[0], blocks[-1]] if blocks else None
+
+
 def _tensor(info: "ParamInfo", found: "Outline") -> dict[str, object]:
-    """slices: by tp index, ranges [start, stop) of dim `dim`, then so many zeros; empty where every rank has all."""
+    """slices: by tp index, ranges [start, stop) of dim `dim`, then so many zeros; empty where every rank has all.
+    pp: the indices that have it."""
     slicing = info.slicing
     about: dict[str, object] = {"shape": list(info.shape), "style": found.styles.get(info.name), "slices": []}
+    about["pp"] = found.stages.ranks_of(info.name)
     if slicing is not None:
         about["slices"] = [
             {"dim": slicing.dim, "ranges": [list(one) for one in ranges], "padding": padding}

@@ -118,29 +118,37 @@ def _dtypes(plan: "Plan") -> str:
     return "\n".join(f"{dtype}: {', '.join(kinds)}" for dtype, kinds in by_dtype.items())
 
 
-def who_holds_what(config: Config, predicted: Sequence[ModelStates]) -> PlainTable:
-    """Per rank: which part of each kind of model state, and its bytes. Where tensor parallelism has cut the model, they
-    are parts of what it has left the rank."""
-    layout, whole, mine = layout_of(config), predicted[0], predicted[config.zero.level]
+def who_holds_what(config: Config, predicted: Sequence[Sequence[ModelStates]]) -> PlainTable:
+    """Per rank: which part of each kind of model state, and its bytes. Parts are of what tp and pp have left the rank.
+
+    predicted: for each pp index the model states at levels 0 to 3
+    """
+    layout = layout_of(config)
     kinds = ["weights", "gradients", "optimizer state"]
     places = [axis for axis in AXES if layout.world > layout.dp and getattr(layout, axis) > 1]
     drop = ["model states", *kinds[:2]]
-    title = "Who holds what" + (", of its tp index's slices" if layout.tp > 1 else "")
+    title = "Who holds what" + (" of the model's part that its rank has" if places else "")
     table = PlainTable(title, ["rank", *places], [*kinds, "model states"], drop=drop)
     for rank in range(layout.world if layout.world <= MOST_RANKS else MOST_RANKS - 2):
         place = layout.place(rank)
+        whole, mine = predicted[place.pp][0], predicted[place.pp][config.zero.level]
         held = [(getattr(mine, kind), getattr(whole, kind)) for kind in KINDS]
-        cells = [f"{part_of(config, place, bytes_here, of)}  {size(bytes_here):>7}" for bytes_here, of in held]
+        cells = [f"{_part(*part_of(config, place, *bytes_of))}  {size(bytes_of[0]):>7}" for bytes_of in held]
         table.add_row(f"{rank}", *(f"{getattr(place, axis)}" for axis in places), *cells, size(mine.total))
     if layout.world > MOST_RANKS:
-        table.add_row(f".. {layout.world - 1}", *[".."] * len(places), *["and so on"] * 3, size(mine.total))
+        last = predicted[layout.pp - 1][config.zero.level]
+        table.add_row(f".. {layout.world - 1}", *[".."] * len(places), *["and so on"] * 3, size(last.total))
     return table
 
 
-def part_of(config: Config, place: Place, held: int, of: int) -> str:
-    """Which part of something a rank at `place` keeps that has `held` bytes of it where level 0 has `of`."""
+def part_of(config: Config, place: Place, held: int, whole: int) -> tuple[int, int]:
+    """(number, parts): which part of something a rank at `place` keeps that holds so many of its `whole` bytes."""
     group = layout_of(config).dp // config.zero.replicas
-    return "all" if held == of else f"part {place.dp % group + 1}/{group}"
+    return (1, 1) if held == whole else (place.dp % group + 1, group)
+
+
+def _part(number: int, parts: int) -> str:
+    return "all" if parts == 1 else f"part {number}/{parts}"
 
 
 def levels(plan: "Plan") -> PlainTable:

@@ -40,11 +40,6 @@ class Mesh:
         """What ZeRO shards over: dp, or this rank's group of it."""
         return self.hybrid or self.axes["dp"]
 
-    @property
-    def replica_ranks(self) -> tuple[int, ...]:
-        """The ranks of `model`, by index on it."""
-        return self.layout.model_groups()[self.layout.place(self.rank).dp]
-
     def enter_step(self, step: int) -> None:
         """Errors of ranks that diverge from now on name step `step`; 0: none."""
         lookout_of_process().step = step

@@ -57,10 +57,11 @@ def agree(part: Part, axis: Axis, model: Axis, device: torch.device) -> Totals:
     """Adds the parts of all ranks of `axis`, dp, then of those that share a replica of the `model`, the first of which
     speaks for the losses; exact, so that neither order nor sharding shows."""
     norms = torch.cat([torch.zeros(0, dtype=torch.float64, device=device), *part.norms])
-    losses: list[float] = torch.stack([loss.double() for loss in part.losses]).tolist()
+    nothing = torch.zeros((), device=device)
+    losses: list[float] = torch.stack([loss.double() for loss in (*part.losses, nothing)]).tolist()
     good = [loss for loss in losses if abs(loss) < LARGEST]
     bad = norms.numel() - torch.isfinite(norms).sum() + (len(losses) - len(good))
-    numbers = torch.stack([torch.stack(list(part.counts)).sum(), bad])
+    numbers = torch.stack([torch.stack([*part.counts, nothing.long()]).sum(), bad])
     digest = part.digest % DIGESTS
     known = torch.tensor([*exact_sum(good), digest, digest * digest, *part.arrivals.values()], device=device)
     vector = torch.cat([sum_of_squares(norms), numbers, known])

@@ -14,20 +14,23 @@ LOOKED_AT = 1 << 16
 """Elements of each tensor, spread over it."""
 
 
-def refuse_other_data(batch: Batch, axis: Axis, ranks: Sequence[int], device: torch.device) -> None:
-    """Raises `DataError` on all `ranks`, those of `axis`, where one has another batch. Collective."""
-    if axis.size == 1:
+def refuse_other_data(batch: Batch, axis: Axis, replicas: Sequence[Sequence[int]], device: torch.device) -> None:
+    """Raises `DataError` on all ranks of `axis` where one has another batch than the others of its replica, one of
+    `replicas`. Collective."""
+    if len(replicas) == axis.size:
         return
     digests = torch.empty(axis.size, dtype=torch.int64, device=device)
     axis.all_gather(digests, torch.tensor([digest(batch)], dtype=torch.int64, device=device), "digest of data").wait()
     found: list[int] = digests.tolist()
-    others = [rank for rank, one in zip(ranks, found) if one != found[0]]
-    if others:
-        raise DataError(
-            f"rank {', '.join(map(str, others))} got other data than rank {ranks[0]}, with which it shares a replica",
-            hint="Ranks of one tensor-parallel group must get the same batch: draw it by engine.dp_index and "
-            "engine.dp_size, not by rank and world size.",
-        )
+    for ranks in replicas:
+        others = [rank for rank in ranks if found[rank] != found[ranks[0]]]
+        if others:
+            who = ", ".join(map(str, others))
+            raise DataError(
+                f"rank {who} got other data than rank {ranks[0]}, with which it shares a replica",
+                hint="Ranks of one tensor-parallel group must get the same batch: draw it by engine.dp_index and "
+                "engine.dp_size, not by rank and world size.",
+            )
 
 
 def digest(batch: Batch) -> int:

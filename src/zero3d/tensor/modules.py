@@ -1,7 +1,6 @@
 """What takes the place of a linear layer, and hooks for what does not need that.
 
-A stand-in is of a subclass of its module's own class and shares its parameters, hooks and attributes; only its forward
-is another. While whole weights are there (`Cuts.active` is off) it computes what the module does.
+While whole weights are there (`Cuts.active` is off) modules compute what they are.
 """
 
 from collections.abc import Callable, Sequence
@@ -106,15 +105,6 @@ class StandIn(nn.Module):
         if not self._part.cuts.active:
             return super().forward(*args, **kwargs)
         return self._part(*args, *kwargs.values())
-
-
-def stand_in(module: nn.Module, part: ColumnPart | RowPart) -> nn.Module:
-    """A module that has all that `module` has, and computes as `part` says."""
-    kind = type(type(module).__name__, (StandIn, type(module)), {"__module__": type(module).__module__})
-    new: nn.Module = object.__new__(kind)
-    new.__dict__.update(module.__dict__)
-    new.__dict__["_part"] = part
-    return new
 
 
 class EmbeddingPart:

@@ -6,7 +6,8 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zero3d.errors import UsageError
+from zero3d.errors import ConfigError, UsageError
+from zero3d.stand_in import StandIns
 from zero3d.slicing import Slicing
 from zero3d.tensor.linear import Column, Door
 from zero3d.tensor.modules import (
@@ -15,7 +16,7 @@ from zero3d.tensor.modules import (
     EmbeddingPart,
     RegionPart,
     RowPart,
-    stand_in,
+    StandIn,
     whole_gradient,
 )
 from zero3d.tensor.plan import Chosen
@@ -40,24 +41,24 @@ class Wiring:
         self._cut = cut
         self._model = model
         self._blocks = {id(module) for block in blocks for module in block.modules()}
-        self._swapped: list[tuple[str, nn.Module]] = []
+        self._stand_ins = StandIns(model)
         self._hooks: list[RemovableHandle] = []
+        if cut.sequence:
+            self._refuse_sequence(blocks)
         linears = [one for one in cut.chosen if one.style(*COLUMNS, *ROWS) and self._is_linear(one)]
         for number, parent in enumerate(dict.fromkeys(one.parent for one in linears)):
             self._wire_linears([one for one in linears if one.parent == parent], number)
         for one in cut.chosen:
             self._wire_module(one)
         if cut.sequence:
-            self._cut_sequence(blocks)
+            self._before(blocks[0], RegionPart(cut, "sequence before the first block", blocks[0]).split)
         for name in self._summed(blocks):
             self._sum_gradient(name)
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        for path, module in self._swapped:
-            _put(self._model, path, module)
-        self._swapped.clear()
+        self._stand_ins.close()
 
     def _is_linear(self, one: Chosen) -> bool:
         module = module_at(self._model, one.path)
@@ -95,18 +96,11 @@ class Wiring:
                     output=OUTPUTS.get(style.name, "cut"),
                     extent=cut.slicings[first_name(self._model, column.module.weight)].extent,
                 )
-            self._swap(column.module, part)
+            self._stand_ins.swap(column.module, StandIn, _part=part)
 
     def _column(self, path: str) -> Column:
         module = self._model.get_submodule(path)
         return Column(module, transposed=is_transposed(module))
-
-    def _swap(self, module: nn.Module, part: ColumnPart | RowPart) -> None:
-        new = stand_in(module, part)
-        for path, one in list(self._model.named_modules(remove_duplicate=False)):
-            if one is module:
-                self._swapped.append((path, module))
-                _put(self._model, path, new)
 
     def _wire_module(self, one: Chosen) -> None:
         module, cut = module_at(self._model, one.path), self._cut
@@ -135,13 +129,26 @@ class Wiring:
     def _after(self, module: nn.Module, hook: object) -> None:
         self._hooks.append(module.register_forward_hook(hook))  # type: ignore[arg-type]
 
-    def _cut_sequence(self, blocks: Sequence[nn.Module]) -> None:
+    def _refuse_sequence(self, blocks: Sequence[nn.Module]) -> None:
+        """Raises for a model of which nothing says where its sequence is cut, or becomes whole again."""
         if not blocks:
             raise UsageError(
                 "parallel.sequence_parallel = true, and no list of repeated blocks was found in the model",
                 hint='Name it with model.blocks = "path.of.the.list", or set parallel.sequence_parallel = false.',
             )
-        self._before(blocks[0], RegionPart(self._cut, "sequence before the first block", blocks[0]).split)
+        named = any(one.style("sequence", "sequence_end") for one in self._cut.chosen)
+        gathers = any(one.style("sequence_end") or self._is_outer_column(one) for one in self._cut.chosen)
+        if not (named and gathers):
+            raise ConfigError(
+                "parallel.sequence_parallel = true, and the plan does not say where the sequence becomes whole again",
+                hint="Give the last module that runs on parts of it, such as the norm after the blocks, the style "
+                '"sequence_end" in [parallel.plan]; or "sequence" where an output layer with cut columns comes next.',
+            )
+
+    def _is_outer_column(self, one: Chosen) -> bool:
+        """Whether it is a linear layer outside the blocks whose input is gathered where the sequence is cut."""
+        module = module_at(self._model, one.path)
+        return one.style(*COLUMNS) is not None and self._is_linear(one) and id(module) not in self._blocks
 
     def _in_whole(self, path: str) -> bool:
         return any(one.style("whole") and one.holds(path) for one in self._cut.chosen)
@@ -177,8 +184,3 @@ class Wiring:
         parameter = self._model.get_parameter(name)
         if parameter.requires_grad:
             self._hooks.append(parameter.register_hook(whole_gradient(axis, name, holders)))
-
-
-def _put(model: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, module)

@@ -9,8 +9,9 @@
 Levels 1 and 2 differ in when they reduce unless told otherwise: once a step, or once a micro-batch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor, nn
@@ -103,9 +104,17 @@ def options_for(config: Config) -> Options:
 
 
 def replica_for(
-    options: Options, axis: Axis, blueprint: Blueprint, units: Sequence[Unit], dtypes: Dtypes, device: torch.device
+    options: Options,
+    axis: Axis,
+    blueprint: Blueprint,
+    units: Sequence[Unit],
+    dtypes: Dtypes,
+    device: torch.device,
+    root: nn.Module | None = None,
 ) -> ZeroReplica:
-    """Builds the replica bucket by bucket: at no time is more than one bucket whole that need not stay whole."""
+    """Builds the replica bucket by bucket: at no time is more than one bucket whole that need not stay whole.
+
+    root: the module whose forward runs `units`; the model where left out."""
     level = LEVELS[options.level]
     pool, passing = Pool(device), Pool(device)
     weights = level.weights(axis, pool, options)
@@ -127,10 +136,10 @@ def replica_for(
         passing.give(initial)
         placed.update(slot.name for slot in bucket.slots)
     for info in infos.values():
-        if info.name not in placed:  # It has no elements: there is nothing to hold.
+        if not info.numel and info.name not in placed:  # There is nothing to hold.
             _parameter(blueprint.model, info, device, dtypes.compute(info))
     _place_buffers(blueprint, axis, device)
-    weights.watch(blueprint.model, units)
+    weights.watch(blueprint.model if root is None else root, units)
     return ZeroReplica(
         axis=axis,
         pool=pool,
@@ -164,15 +173,22 @@ def _buckets(
 
     wanted = [(unit.name or "(root)", [want(name) for name in unit.names]) for unit in units if unit.names]
     total = sum(one.numel * one.itemsize for _, wants in wanted for one in wants)
-    wanted = _joined(wanted, min(limit, joined_bytes(total)))
-    return [bucket for name, wants in wanted for bucket in plan_buckets(name, wants, ranks, limit)]
+    alone = {unit.name for unit in units if unit.alone}
+    wanted = _joined(wanted, min(limit, joined_bytes(total)), alone)
+    return [
+        bucket
+        for name, wants in wanted
+        for bucket in plan_buckets(name, wants, ranks, inf if name in alone else limit)
+    ]
 
 
-def _joined(wanted: Sequence[tuple[str, list[Want]]], limit: float) -> list[tuple[str, list[Want]]]:
+def _joined(
+    wanted: Sequence[tuple[str, list[Want]]], limit: float, alone: Collection[str]
+) -> list[tuple[str, list[Want]]]:
     joined: list[tuple[str, list[Want]]] = []
-    size = 0
+    size: float = 0
     for name, wants in wanted:
-        more = sum(want.numel * want.itemsize for want in wants)
+        more: float = inf if name in alone else sum(want.numel * want.itemsize for want in wants)
         if joined and size + more <= limit:
             first, before = joined.pop()
             joined.append((f"{first.partition(' to ')[0]} to {name}", before + wants))

@@ -106,6 +106,13 @@ class ZeroReplica:
         for shard in shards:
             self._weights.publish(shard)
 
+    def has_changed(self, shards: Iterable[Shard]) -> None:
+        """Gradients of these were written to since they were summed."""
+        changed = set(shards)
+        for _, shard, lane in self._trained:
+            if shard in changed:
+                lane.norms = None
+
     def norms(self, uncounted: Collection[str] = ()) -> list[Tensor]:
         """Norms of groups of 64 elements of what landed here, fp64; zeros for parameters that are `uncounted`."""
         small: dict[torch.dtype, list[Tensor]] = {}

@@ -1,6 +1,6 @@
 """Which modules are gathered, released and reduced as one: the blocks, and the modules outside them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -16,6 +16,7 @@ class Unit:
     """A module whose parameters `names` it is the first to own; `needs` are all that its forward may use.
 
     `kept`: those of `names` that are not gathered and released with the module: all, where it is no block.
+    `alone`: its parameters share a bucket with no others.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Unit:
     names: tuple[str, ...]
     needs: tuple[str, ...]
     kept: tuple[str, ...]
+    alone: bool = False
 
 
 OTHER_LISTS = 4
@@ -90,6 +92,23 @@ def split_units(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Unit]:
             needs = tuple(names[id(parameter)] for parameter in mine)
             units.append(Unit(name, module, is_block, own, needs, () if is_block else own))
     return units
+
+
+def of_rank(units: Sequence[Unit], has: Callable[[str], bool], shared: Collection[str]) -> list[Unit]:
+    """Those of `units` whose parameters this rank `has`; each of those that are `shared` with others is alone."""
+    taken: set[str] = set()
+    found: list[Unit] = []
+    for unit in units:
+        if not all(has(name) for name in unit.needs):
+            continue
+        fresh = [name for name in unit.needs if name not in taken]
+        taken.update(fresh)
+        for name in fresh:
+            if name in shared:
+                found.append(Unit(f"{unit.name} ({name})", unit.module, False, (name,), (name,), (name,), alone=True))
+        names = tuple(name for name in fresh if name not in shared)
+        found.append(replace(unit, names=names, kept=() if unit.is_block else names))
+    return found
 
 
 def keep_gathered(units: Sequence[Unit], infos: Iterable[ParamInfo], patterns: Sequence[str]) -> list[Unit]:

@@ -1,0 +1,155 @@
+"""Which stage has what of a model, and which stages this rank has."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from zero3d.errors import ConfigError, UsageError
+from zero3d.pipeline.gates import Gate
+from zero3d.pipeline.partition import Cost, by_hand, partition
+from zero3d.pipeline.schedules.registry import Named
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """A model in stages.
+
+    blocks: the blocks of each stage; holders: pp index of each stage; mine: the stages of this rank, in their order;
+    stages_of: by the names of parameters, the stages that use it; gates: of all modules
+    """
+
+    blocks: Sequence[range]
+    holders: Sequence[int]
+    mine: Sequence[int]
+    stages_of: Mapping[str, frozenset[int]]
+    gates: Sequence[Gate]
+
+    @property
+    def number(self) -> int:
+        return len(self.blocks)
+
+    def has(self, name: str) -> bool:
+        """Whether this rank has parameter `name`."""
+        return bool(self.stages_of[name] & set(self.mine))
+
+    def ranks_of(self, name: str) -> list[int]:
+        """pp indices that have parameter `name`, in the order of their first stage that uses it."""
+        return list(dict.fromkeys(self.holders[stage] for stage in sorted(self.stages_of[name])))
+
+
+def cut(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    schedule: Named,
+    *,
+    ranks: int,
+    index: int,
+    per_rank: int,
+    sizes: Sequence[int],
+    first: Sequence[str],
+    last: Sequence[str],
+) -> Stages:
+    """`ranks` of pp, of which this is number `index`, have `per_rank` stages each.
+
+    sizes: numbers of blocks of the stages, empty: by the number of their parameters; first, last: patterns of modules
+    outside the blocks that belong to the first or last stage, whatever the order in which they are defined.
+    Raises `ConfigError` where the model cannot be cut so.
+    """
+    number = ranks * per_rank
+    if not blocks and number > 1:
+        raise ConfigError(
+            f"parallel.pp = {ranks}, and no list of repeated blocks was found in the model",
+            hint='Name it with model.blocks = "path.of.the.list"; a model without one cannot be cut into stages.',
+        )
+    paths = {id(module): name for name, module in model.named_modules()}
+    _refuse_other_models(model, blocks, paths, number)
+    costs = [Cost(time=sum(one.numel() for one in block.parameters())) for block in blocks]
+    outside = list(_outside(model, blocks, paths, number, first, last))
+    ranges = _ranges(costs, number, sizes, _edge(model, outside, 0), _edge(model, outside, number - 1))
+    stage_of_block = {block: stage for stage, mine in enumerate(ranges) for block in mine}
+    gates = [
+        Gate(path=paths[id(block)], block=at, stages=frozenset([stage_of_block[at]]), random=False)
+        for at, block in enumerate(blocks)
+    ]
+    gates += outside
+    placement = schedule.placement(number, ranks)
+    holders = [next(rank for rank, stages in enumerate(placement) if stage in stages) for stage in range(number)]
+    return Stages(
+        blocks=ranges,
+        holders=holders,
+        mine=sorted(placement[index]),
+        stages_of=_stages_of(model, gates, number),
+        gates=gates if number > 1 else [],
+    )
+
+
+def _ranges(costs: Sequence[Cost], number: int, sizes: Sequence[int], before: Cost, after: Cost) -> list[range]:
+    if sizes:
+        return by_hand(sizes, len(costs), number)
+    if number == 1:
+        return [range(len(costs))]
+    return list(partition(costs, number, before=before, after=after).blocks)
+
+
+def _edge(model: nn.Module, outside: Sequence[Gate], stage: int) -> Cost:
+    """An embedding is looked up, not multiplied with."""
+    modules = [model.get_submodule(gate.path) for gate in outside if gate.stages == frozenset([stage])]
+    multiplied = [parameter for one in modules if not isinstance(one, nn.Embedding) for parameter in one.parameters()]
+    return Cost(time=sum(parameter.numel() for parameter in multiplied))
+
+
+def _outside(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    paths: Mapping[int, str],
+    number: int,
+    first: Sequence[str],
+    last: Sequence[str],
+) -> Iterator[Gate]:
+    """The largest modules without blocks in them."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    order = [id(module) for module in model.modules()]
+    start = min((order.index(id(block)) for block in blocks), default=0)
+    taken: list[str] = []
+    for at, (path, module) in enumerate(model.named_modules()):
+        if not path or id(module) in inside or any(path.startswith(f"{one}.") for one in taken):
+            continue
+        if any(id(one) in inside for one in module.modules()):
+            continue
+        taken.append(path)
+        stage = 0 if at < start else number - 1
+        for patterns, chosen in ((first, 0), (last, number - 1)):
+            stage = chosen if any(fnmatchcase(path, pattern) for pattern in patterns) else stage
+        has_parameters = any(True for _ in module.parameters())
+        random = any(isinstance(one, nn.modules.dropout._DropoutNd) for one in module.modules())
+        yield Gate(path=path, block=None, stages=frozenset([stage]) if has_parameters else None, random=random)
+
+
+def _stages_of(model: nn.Module, gates: Sequence[Gate], number: int) -> dict[str, frozenset[int]]:
+    """What no gate has, such as a parameter of the model's own, every stage has."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, set[int]] = {name: set() for name in names.values()}
+    for gate in gates:
+        for parameter in model.get_submodule(gate.path).parameters():
+            found[names[id(parameter)]] |= gate.stages or set()
+    return {name: frozenset(stages or range(number)) for name, stages in found.items()}
+
+
+def _refuse_other_models(model: nn.Module, blocks: Sequence[nn.Module], paths: Mapping[int, str], number: int) -> None:
+    if number == 1:
+        return
+    lists = {paths[id(block)].rpartition(".")[0] for block in blocks}
+    if len(lists) > 1:
+        raise ConfigError(
+            f"parallel.pp > 1, and the model has several lists of blocks: {', '.join(sorted(lists))}",
+            hint="Stages are cut from one list whose blocks run one after the other. Name it with model.blocks, or use "
+            "parallel.tp and zero.level = 3 for models such as encoder-decoders.",
+        )
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise UsageError(
+                f"module {name or '(the model)'} is compiled, and parallel.pp > 1 changes what modules compute",
+                hint="Leave torch.compile out where parallel.pp > 1.",
+            )

@@ -1,0 +1,101 @@
+"""Backward in two halves: gradients of inputs at once, gradients of linear layers' weights when they are asked for.
+
+Linear layers have nearly all of the weights' part of the work; all other gradients come with the inputs' half.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from zero3d.stand_in import StandIns
+
+
+@dataclass(frozen=True, eq=False)
+class Half:
+    """The gradient of `weight` that is still to be computed; `weight` is what a forward used."""
+
+    weight: Tensor
+    x: Tensor
+    gradient: Tensor
+
+
+class Deferral:
+    """Where backward puts what it leaves for later; None: it computes everything."""
+
+    def __init__(self) -> None:
+        self._halves: list[Half] | None = None
+        self._stand_ins: list[StandIns] = []
+
+    @property
+    def halves(self) -> list[Half] | None:
+        return self._halves
+
+    @contextmanager
+    def deferring(self, halves: list[Half]) -> Iterator[None]:
+        """A backward inside leaves the gradients of weights in `halves`."""
+        self._halves = halves
+        try:
+            yield
+        finally:
+            self._halves = None
+
+    def watch(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        """Linear layers in `blocks` can leave their half."""
+        stand_ins = StandIns(model)
+        for block in blocks:
+            for module in list(block.modules()):
+                if type(module).forward is nn.Linear.forward:
+                    stand_ins.swap(module, _Linear, _deferral=self)
+        self._stand_ins.append(stand_ins)
+
+    def close(self) -> None:
+        for one in self._stand_ins:
+            one.close()
+
+
+def finish(halves: Sequence[Half]) -> None:
+    """Computes what was left for later: gradients reach their parameters as in any backward."""
+    for half in halves:
+        rows = half.gradient.flatten(0, -2)
+        torch.autograd.backward([half.weight], [rows.t() @ half.x.flatten(0, -2)])
+
+
+class _Linear(nn.Module):
+    _deferral: Deferral
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (torch.is_grad_enabled() and self.weight.requires_grad):
+            return F.linear(x, self.weight, self.bias)
+        used = self.weight.view_as(self.weight)
+        return _Product.apply(x, used, self.bias, self._deferral)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.deferral, ctx.used = deferral, weight
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        (gradient,) = outer
+        x, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, -2)
+        of_x = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        of_bias = rows.sum(dim=0) if ctx.needs_input_grad[2] else None
+        of_weight = None
+        if ctx.deferral.halves is None:
+            of_weight = rows.t() @ x.flatten(0, -2)
+        else:
+            ctx.deferral.halves.append(Half(ctx.used, x, gradient))
+        return of_x, of_weight, of_bias, None
