@@ -12,7 +12,6 @@ from zero3d.comm.mesh import Mesh
 from zero3d.comm.recorded_axis import RecordedAxis
 from zero3d.config import Config
 from zero3d.contracts import Axis, Loss, ModelSource, OptimizerChoice
-from zero3d.errors import UsageError
 from zero3d.initial import draw
 from zero3d.models.plans import tensor_plan
 from zero3d.notices import notices
@@ -22,8 +21,6 @@ from zero3d.params import ParamInfo
 from zero3d.pipeline.action import Action
 from zero3d.pipeline.assembly import Pipeline
 from zero3d.pipeline.calling import Call, caller
-from zero3d.pipeline.cut import cut
-from zero3d.pipeline.schedules.registry import named
 from zero3d.pipeline.stage import ModelStage
 from zero3d.pipeline.tied import Tied
 from zero3d.precision import Scaler, dtypes_for
@@ -85,40 +82,18 @@ def assemble(
     model = blueprint.model
     refuse_sharded(model)
     randomness = Randomness(config.run.seed, axis.index, device, mesh.axes["tp"].index)
-    parallel = config.parallel
-    plan = tensor_plan(model)
-    blueprint, tensor = split(
-        blueprint, mesh.axes["tp"], randomness, plan, parallel.plan, sequence=parallel.sequence_parallel
-    )
+    blueprint, tensor = split(blueprint, mesh.axes["tp"], randomness, tensor_plan(model), config.parallel)
     infos = tensor.infos(model)
     dtypes = dtypes_for(config)
     dtypes.check(infos)
     assignment = assign(optimizer, config.optimizer, config.zero.whole_parameters, infos)
     tensor.refuse_whole(assignment.whole)
     _, blocks = find_blocks(model, config.model.blocks)
-    if config.recompute.mode == "block" and not blocks:
-        raise UsageError(
-            'recompute.mode = "block", and no list of repeated blocks was found in the model',
-            hint='Name it with model.blocks = "path.of.the.list", or set recompute.mode = "none".',
-        )
-
-    schedule = named(parallel.schedule)
-    stages = cut(
-        model,
-        blocks,
-        schedule,
-        ranks=mesh.layout.pp,
-        index=mesh.axes["pp"].index,
-        per_rank=parallel.stages_per_rank,
-        sizes=parallel.stage_blocks,
-        first=parallel.first_stage,
-        last=parallel.last_stage,
-    )
     call = call or caller(model, dtypes.compute_rule)
-    pipeline = Pipeline(model, stages, schedule, mesh.axes["pp"], device, randomness, call)
+    pipeline = Pipeline(model, blocks, config.parallel, mesh.axes["pp"], device, randomness, call)
     shared = pipeline.placed.shared()
     randomness.watch(model, blocks, apart=tensor.sequence)
-    recomputed = recompute(model, blocks if config.recompute.mode == "block" else ())
+    recomputed = recompute(model, blocks, config.recompute.mode)
     units = of_rank(split_units(model, blocks), pipeline.placed.has, shared)
     replica = replica_for(options_for(config), mesh.sharding, blueprint, units, dtypes, device, pipeline.root)
     tensor.watch(model, blocks)

@@ -36,6 +36,26 @@ class Pending(Protocol):
     def wait(self) -> None: ...
 
 
+Watched = Callable[[Pending], Pending]
+"""Takes the call that was about to be issued, and gives what is to be waited for in its place."""
+
+
+class Watcher(Protocol):
+    """Is told what a rank does, as it does it. `unwatched.UNWATCHED` is the one that keeps nothing."""
+
+    def acting(self, action: "Action") -> AbstractContextManager[None]:
+        """Round an action of the schedule."""
+        ...
+
+    def doing(self, what: str) -> AbstractContextManager[None]:
+        """Round another part of the step."""
+        ...
+
+    def calling(self, axis: str, verb: str, label: str, nbytes: int) -> Watched:
+        """A call is about to be issued; `nbytes`: of the whole tensor that it fills, sums or moves."""
+        ...
+
+
 class Axis(Protocol):
     """One of dp, tp, pp as one rank sees it: `size` ranks, of which I am number `index`.
 
@@ -55,7 +75,8 @@ class Axis(Protocol):
         ...
 
     def reduce_scatter(self, out: Tensor, whole: Tensor, label: str, *, add: bool = False) -> Pending:
-        """The sum over ranks of my part of `whole` [size * n] into (`add`: onto) `out` [n], in out's dtype."""
+        """The sum over ranks of my part of `whole` [size * n] into (`add`: onto) `out` [n], in out's dtype. On an axis
+        of size 1 `out` may be `whole` itself, unless `add`."""
         ...
 
     def all_reduce(self, tensor: Tensor, label: str) -> Pending:

@@ -3,7 +3,7 @@
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +20,7 @@ from zero3d.assemble import Parts, assemble
 from zero3d.comm.diverged import diverged
 from zero3d.comm.mesh import open_mesh, ranks_started
 from zero3d.config import Config
-from zero3d.contracts import Batch, Loss, ModelSource, OptimizerChoice
+from zero3d.contracts import Batch, Loss, ModelSource, OptimizerChoice, Watcher
 from zero3d.editing import edit, training_flags
 from zero3d.errors import ConfigError, NonFiniteError, UsageError
 from zero3d.layout import Layout
@@ -32,6 +32,10 @@ from zero3d.pipeline.uneven import Mine, Padding, even_out, own, together
 from zero3d.precision import native_bf16
 from zero3d.replicas import check_replicas
 from zero3d.step import Done, evaluate_step, train_step
+from zero3d.tensor.loss import whole_logits
+from zero3d.trace.collect import collect
+from zero3d.trace.span import Span, Trace
+from zero3d.unwatched import UNWATCHED
 from zero3d.watch import first_non_finite
 
 MOST_SKIPS = 10
@@ -68,10 +72,14 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateReport:
-    """The mean loss over the counted targets of all ranks' batches (NaN without any), and their number."""
+    """The mean loss over the counted targets of all ranks' batches (NaN without any), and their number.
+
+    outputs: what the model gave for this rank's batch, if it was asked for
+    """
 
     loss: float
     tokens: int
+    outputs: Any = None
 
 
 class Engine:
@@ -148,11 +156,11 @@ class Engine:
         """What the user should know about how the model was built; empty if nothing."""
         return self._parts.notice
 
-    def step(self, batch: Batch) -> StepReport:
+    def step(self, batch: Batch, watcher: Watcher = UNWATCHED) -> StepReport:
         """One update from this rank's part of the global batch. Collective. None, or no samples: nothing this time.
 
         The batch is cut into micro-batches of `parallel.micro_batch` samples along the first dim of its tensors.
-        Ranks may come to different numbers of them.
+        Ranks may come to different numbers of them. watcher: is told what this rank does, and when.
         Raises `NonFiniteError` when numbers went wrong for good; nothing has been updated then.
         """
         began = time.perf_counter()
@@ -162,13 +170,14 @@ class Engine:
                 hint="Leave `with engine.gathered():` or `torch.no_grad()` first.",
             )
         self._mesh.enter_step(self._steps + 1)
+        self._mesh.watch(watcher)
         micro_batches = self._turns(batch)
         sent = {name: axis.sent_bytes for name, axis in self._mesh.axes.items()}
         if not self.model.training:  # Single modules may be in evaluation mode on purpose.
             self.model.train()
         steps = self.config.run.steps
         lr = factor(self._updates, steps, self.config.optimizer)
-        done = train_step(self._parts, micro_batches, self._steps, lr)
+        done = train_step(self._parts, micro_batches, self._steps, lr, watcher)
         self._check(done, micro_batches)
         self._mesh.enter_step(0)
         self._sent.update({name: axis.sent_bytes - sent[name] for name, axis in self._mesh.axes.items()})
@@ -189,14 +198,19 @@ class Engine:
             loss_scale=self._parts.scaler.scale,
         )
 
-    def evaluate(self, batch: Batch) -> EvaluateReport:
+    def evaluate(self, batch: Batch, *, outputs: bool = False) -> EvaluateReport:
         """The loss of `batch`, which may be None, without gradients or dropout; training flags are as before after it.
-        Collective."""
+        Collective.
+
+        outputs: also what the model gives, in the order of samples, on every rank that shares the replica (with
+        pipeline stages as plain dicts, lists and tuples of tensors)"""
         micro_batches = self._turns(batch)
+        found: list[Any] | None = [] if outputs else None
         with self._evaluating():
-            totals = evaluate_step(self._parts, micro_batches)
+            totals = evaluate_step(self._parts, micro_batches, found)
+            output = self._parts.pipeline.output([whole_logits(one) for one in found]) if found is not None else None
         self._sample = next(iter(own(micro_batches)), None) if self._sample is None else self._sample
-        return EvaluateReport(loss=totals.mean_loss, tokens=totals.count)
+        return EvaluateReport(loss=totals.mean_loss, tokens=totals.count, outputs=output)
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """The batches of this rank's `loader`, then None until the loaders of all ranks have ended: loops over it end
@@ -281,6 +295,10 @@ class Engine:
         mine = {name: self._sent[name] // steps for name, axis in self._mesh.axes.items() if axis.size > 1}
         return self._everyones(mine)
 
+    def trace(self, spans: Sequence[Span]) -> Trace:
+        """What all ranks recorded of their steps, by one clock. On every rank. Collective."""
+        return collect(spans, self._mesh.layout, self._mesh.everyone, self.device)
+
     def close(self) -> None:
         """Ends the engine's training: all hooks leave the model. Not collective, so weights stay where they are: whole
         and plain at levels 0 to 2; released at level 3, to be read as before. Ranks stay together until their
@@ -293,7 +311,9 @@ class Engine:
         """From now on these parts train."""
         self._parts = parts
         axes = (self._mesh.model, parts.axis)
-        self._access = Access(parts.model, parts.infos, parts.replica, axes, parts.tensor, parts.pipeline.placed, parts.optimizer.fetch)
+        self._access = Access(
+            parts.model, parts.infos, parts.replica, axes, parts.tensor, parts.pipeline.placed, parts.optimizer.fetch
+        )
         self._last = None
         self._parameters = [parts.model.get_parameter(info.name) for info in parts.infos]
         self.model: nn.Module = parts.model

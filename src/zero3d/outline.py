@@ -15,7 +15,7 @@ from zero3d.config import Config
 from zero3d.models.plans import tensor_plan
 from zero3d.params import ParamInfo
 from zero3d.pipeline.cut import Stages, cut
-from zero3d.pipeline.schedules.registry import named
+from zero3d.pipeline.schedules.own import find
 from zero3d.randomness import Randomness
 from zero3d.tensor.plan import Chosen
 from zero3d.tensor.shapes import COLUMNS, ROWS
@@ -76,7 +76,7 @@ def outline(model: nn.Module, config: Config) -> Outline:
     streams = Randomness(config.run.seed, 0, torch.device("cpu"))
     blueprint = Blueprint(model, {}, frozenset())
     axis = PaperAxis(parallel.tp)
-    _, tensor = split(blueprint, axis, streams, tensor_plan(model), parallel.plan, sequence=parallel.sequence_parallel)
+    _, tensor = split(blueprint, axis, streams, tensor_plan(model), parallel)
     infos = tensor.infos(model)
     stages = _stages(model, blocks, config)
     tensor.watch(model, blocks)
@@ -86,17 +86,7 @@ def outline(model: nn.Module, config: Config) -> Outline:
 
 def _stages(model: nn.Module, blocks: Sequence[nn.Module], config: Config) -> Stages:
     parallel = config.parallel
-    return cut(
-        model,
-        blocks,
-        named(parallel.schedule),
-        ranks=parallel.pp,
-        index=0,
-        per_rank=parallel.stages_per_rank,
-        sizes=parallel.stage_blocks,
-        first=parallel.first_stage,
-        last=parallel.last_stage,
-    )
+    return cut(model, blocks, find(parallel.schedule), parallel, ranks=parallel.pp, index=0)
 
 
 def _owned(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, frozenset[str]]:

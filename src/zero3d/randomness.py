@@ -6,7 +6,7 @@ history: any layout draws the same, and a resumed run needs no generator state. 
 after the step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,7 @@ class Randomness:
         self._whole: list[Tensor] = []
         self._step = 0
         self._micro_batch: int | None = None
+        self._mixed = 0
         self._hooks: list[RemovableHandle] = []
 
     def watch(self, model: nn.Module, blocks: Sequence[nn.Module], *, apart: bool = False) -> None:
@@ -58,6 +59,7 @@ class Randomness:
     def enter(self, micro_batch: int) -> None:
         """A forward of the model begins; what comes before the first block is block 0."""
         self._micro_batch = micro_batch
+        self._mixed = _state_of((*self._fixed, self._step, micro_batch))
         self._set(0)
 
     def enter_cut(self, number: int) -> None:
@@ -86,9 +88,9 @@ class Randomness:
         return set_before_block
 
     def _set(self, block: int) -> None:
-        assert self._micro_batch is not None
-        apart = (self._tp_index,) if self._apart and block else ()
-        seed = mixed(*self._fixed, self._step, self._micro_batch, block, *apart)
+        # The numbers that stay as they are over a micro-batch are mixed in already.
+        numbers = (block, self._tp_index) if self._apart and block else (block,)
+        seed = _state_of(numbers, self._mixed) >> 1
         for generator in self._generators():
             generator.manual_seed(seed)
 
@@ -101,10 +103,14 @@ class Randomness:
 
 def mixed(*numbers: int) -> int:
     """A 63-bit number that looks unrelated for any other `numbers` (the finaliser of splitmix64, chained)."""
-    state = 0
+    return _state_of(numbers) >> 1
+
+
+def _state_of(numbers: Iterable[int], state: int = 0) -> int:
+    """What `numbers` make of `state`: those of two calls after another what all would in one."""
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
-    return state >> 1
+    return state

@@ -7,6 +7,7 @@ activations and runs the block again when backward first needs one.
 import inspect
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -57,11 +58,18 @@ class Recomputed:
         self._again = False
 
 
-def recompute(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Recomputed]:
-    """The activations of `blocks` are computed again in backward, until what is returned is closed.
+def recompute(model: nn.Module, blocks: Sequence[nn.Module], mode: str = "block") -> list[Recomputed]:
+    """With `mode` "block" the activations of `blocks` are computed again in backward, until what is returned is closed.
 
     Raises `UsageError` for a model in which running a block again is not what it was the first time.
     """
+    if mode == "none":
+        return []
+    if not blocks:
+        raise UsageError(
+            'recompute.mode = "block", and no list of repeated blocks was found in the model',
+            hint='Name it with model.blocks = "path.of.the.list", or set recompute.mode = "none".',
+        )
     if blocks and getattr(getattr(model, "config", None), "use_cache", False):
         raise UsageError(
             "the model keeps keys and values of each block (config.use_cache), and a block that is run again would "
@@ -87,8 +95,13 @@ def untraced(model: nn.Module) -> Callable[[Any], Any]:
     call of another costs microseconds."""
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
         return torch.compiler.disable
-    # A function, which copies of the model share: of a method they would have a copy, and of all that it belongs to.
-    return lambda hook: lambda *args, **kwargs: hook(*args, **kwargs)
+    return _shared
+
+
+def _shared(hook: Any) -> Any:
+    """`hook` as a function, which copies of the model share: of a method they would have a copy, and of all that it
+    belongs to."""
+    return hook if isinstance(hook, FunctionType) else lambda *args, **kwargs: hook(*args, **kwargs)
 
 
 def _checkpointing(block: nn.Module, contexts: Any, *args: Any, **kwargs: Any) -> Generator[None, None, None]:

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
+TRACE = "trace.json"
+TIMELINE = "timeline.svg"
+KEPT = (METRICS, CONFIG, TRACE, TIMELINE)
+"""What a second run in the same folder would write over."""
 
 
 def step_event(report: "StepReport") -> dict[str, object]:
@@ -51,6 +55,7 @@ def done_event(summary: "Summary") -> dict[str, object]:
         "held_bytes": summary.held_bytes,
         "sent_bytes": summary.sent_bytes,
         "checkpoint": None,
+        "trace": None if summary.trace is None else str(summary.trace),
     }
 
 
@@ -62,10 +67,10 @@ def as_line(event: Mapping[str, object]) -> str:
 
 
 def keep_earlier(folder: Path) -> list[str]:
-    """Moves config.toml and metrics.jsonl of an earlier run to the next free number. -> their new names."""
-    there = [folder / name for name in (METRICS, CONFIG) if (folder / name).exists()]
+    """Moves what an earlier run left in the folder to the next free number. -> their new names."""
+    there = [folder / name for name in KEPT if (folder / name).exists()]
     number = 1
-    while any(_numbered(folder / name, number).exists() for name in (METRICS, CONFIG)):
+    while any(_numbered(folder / name, number).exists() for name in KEPT):
         number += 1
     for path in there:
         path.rename(_numbered(path, number))

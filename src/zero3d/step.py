@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from zero3d.assemble import Parts
-from zero3d.contracts import Batch
+from zero3d.contracts import Batch, Watcher
 from zero3d.optim.clip import Clip, clip
 from zero3d.optim.tally import Part, Totals, agree
 from zero3d.pipeline.runtime import run
+from zero3d.unwatched import UNWATCHED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +24,9 @@ class Done:
     updated: bool
 
 
-def train_step(parts: Parts, micro_batches: Sequence[Batch], step: int, lr: float) -> Done:
+def train_step(
+    parts: Parts, micro_batches: Sequence[Batch], step: int, lr: float, watcher: Watcher = UNWATCHED
+) -> Done:
     """Forward and backward of every micro-batch, with their reductions, then one update. Collective.
 
     `lr` is a factor of the optimizer's own learning rate. Losses and gradients are sums until the very end, when
@@ -30,7 +34,7 @@ def train_step(parts: Parts, micro_batches: Sequence[Batch], step: int, lr: floa
     """
     _start(parts)
     with parts.randomness.step(step):
-        run(parts.actions(len(micro_batches)), parts.stages, parts.replica, micro_batches)
+        run(parts.actions(len(micro_batches)), parts.stages, parts.replica, micro_batches, watcher)
     parts.pipeline.settle()
     parts.scaler.share(parts.speaks, parts.model_axis, parts.device)
     shards = parts.replica.finish()
@@ -43,17 +47,18 @@ def train_step(parts: Parts, micro_batches: Sequence[Batch], step: int, lr: floa
     parts.scaler.update(totals.finite)
     if updated:
         parts.optimizer.leave(totals.unused)
-        parts.replica.publish(parts.optimizer.step(shards, lr, clipping.coefficient / divisor))
+        with watcher.doing("update"):
+            parts.replica.publish(parts.optimizer.step(shards, lr, clipping.coefficient / divisor))
     return Done(totals=totals, clipping=clipping, divisor=divisor, updated=updated)
 
 
 @torch.no_grad()
-def evaluate_step(parts: Parts, micro_batches: Sequence[Batch]) -> Totals:
-    """The loss alone, as `train_step` averages it. Collective."""
+def evaluate_step(parts: Parts, micro_batches: Sequence[Batch], outputs: list[Any] | None = None) -> Totals:
+    """The loss alone, as `train_step` averages it; `outputs` gets those of micro-batches. Collective."""
     _start(parts)
     for number, micro_batch in enumerate(micro_batches):
         for stage in parts.stages.values():
-            stage.evaluate(number, micro_batch)
+            stage.evaluate(number, micro_batch, outputs)
     parts.pipeline.settle()
     return agree(_mine(parts, trains=False), parts.axis, parts.model_axis, parts.device)
 

@@ -6,6 +6,7 @@ Runs on every rank. All that people or programs see of it goes through `Listener
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ from zero3d.engine import Engine, StepReport
 from zero3d.models.gpt import generate
 from zero3d.planner.memory import ModelStates, at_each_level
 from zero3d.tensor.loss import next_token_loss
+from zero3d.trace.tracer import Tracer
 
 HELDOUT_TOKENS = 1 << 17
 """Held-out tokens that are evaluated, at most: enough for the third digit, little beside the training."""
@@ -81,6 +83,7 @@ class Summary:
     sent_bytes: dict[str, list[int]]
     prompt: str
     sample: str
+    trace: Path | None
 
 
 class Listener(Protocol):
@@ -101,8 +104,15 @@ class Listener(Protocol):
         ...
 
 
-def train(config: Config, prepared: Prepared, build: Callable[[], nn.Module], listeners: Sequence[Listener]) -> Summary:
-    """Trains as `config` says. Every rank calls it; rank 0 tells the listeners and has the sample."""
+def train(
+    config: Config,
+    prepared: Prepared,
+    build: Callable[[], nn.Module],
+    listeners: Sequence[Listener],
+    traced_steps: int = 0,
+) -> Summary:
+    """Trains as `config` says, and traces so many steps. Every rank calls it; rank 0 tells the listeners and has the
+    sample."""
     # Every key as one that was set: the batches are ours, of the size that even a silent default says.
     whole = Config.load(config.model_dump())
     engine = Engine(build, next_token_loss, config.optimizer.name, whole)
@@ -116,12 +126,15 @@ def train(config: Config, prepared: Prepared, build: Callable[[], nn.Module], li
             plan.config.data.global_batch,
             plan.config.run.seed,
         )
+        tracer = Tracer(engine, Path(plan.config.run.out), traced_steps, plan.config.num_steps)
         reports = []
         for step in range(plan.config.num_steps):
-            report = engine.step(batches.batch(step, engine.dp_index, engine.dp_size))
+            batch = batches.batch(step, engine.dp_index, engine.dp_size)
+            with tracer.step(step) as watcher:
+                report = engine.step(batch, watcher)
             reports.append(report)
             everyone.stepped(report)
-        summary = _look_back(engine, prepared, plan, reports, everyone)
+        summary = _look_back(engine, prepared, plan, reports, everyone, tracer.written)
         everyone.done(summary)
         return summary
     finally:
@@ -155,7 +168,12 @@ def _plan(engine: Engine, prepared: Prepared) -> Plan:
 
 
 def _look_back(
-    engine: Engine, prepared: Prepared, plan: Plan, reports: Sequence[StepReport], everyone: "Everyone"
+    engine: Engine,
+    prepared: Prepared,
+    plan: Plan,
+    reports: Sequence[StepReport],
+    everyone: "Everyone",
+    trace: Path | None,
 ) -> Summary:
     """What was held and sent by the last step, and what was learned."""
     held, sent = engine.held_bytes(), engine.sent_bytes()
@@ -179,6 +197,7 @@ def _look_back(
         sent_bytes=sent,
         prompt=prompt,
         sample=sample,
+        trace=trace,
     )
 
 

@@ -12,6 +12,7 @@ from zero3d.comm.texts import everyones_text
 from zero3d.contracts import Batch
 from zero3d.pipeline.runtime import run
 from zero3d.trees import tensors_in
+from zero3d.unwatched import UNWATCHED
 
 
 def first_non_finite(parts: Parts, micro_batches: Sequence[Batch], step: int) -> list[str]:
@@ -24,7 +25,7 @@ def first_non_finite(parts: Parts, micro_batches: Sequence[Batch], step: int) ->
     for stage in parts.stages.values():
         stage.start()
     with _watching(parts.model, modules, gradients), parts.randomness.step(step):
-        run(parts.actions(len(micro_batches)), parts.stages, parts.replica, micro_batches)
+        run(parts.actions(len(micro_batches)), parts.stages, parts.replica, micro_batches, UNWATCHED)
     parts.pipeline.settle()
     parts.replica.finish()
     said = []

@@ -10,7 +10,7 @@ from zero3d.cli.train import INTERRUPTED
 
 SURFACE = {
     "zero3d": ["--version"],
-    "train": ["CONFIG", "-n/--ranks", "--set", "--json", "--allow-code", "--debug"],
+    "train": ["CONFIG", "-n/--ranks", "--set", "--trace", "--trace-steps", "--json", "--allow-code", "--debug"],
     "show": [],
     "show layout": ["CONFIG", "-n/--ranks", "--set", "--json", "--allow-code"],
     "show schedule": ["--schedule", "--stages", "--micro-batches", "--ranks", "--picture", "--json"],

@@ -58,7 +58,6 @@ def test_loading_and_refusing_need_no_torch() -> None:
         ("parallel.dp=many", 'a whole number at least 1 or "auto", not "many"', ""),
         ("parallel.sequence_parallel=true", "true at parallel.tp = 1", "parallel.tp to 2"),
         ("parallel.plan=3", "parallel.plan takes a table, each value text", ""),
-        ("parallel.pp=4", "parallel.pp = 4 is not in this version", "parallel.pp = 1"),
         ("optimizer.warmup=101", "more than run.steps = 100", "5"),
         ("run.stop_after=101", "more than run.steps = 100", "Leave"),
         ("model.heads=5", "does not divide into model.heads = 5", "4 or 8"),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero3d.slicing import Slicing, Uneven, even, fused, grouped, heads, padded
+from zero3d.slicing import Slicing, UnevenError, even, fused, grouped, heads, padded
 
 RANKS = st.integers(1, 9)
 DIMS = st.integers(0, 2)
@@ -116,15 +116,15 @@ def test_what_is_not_sound_is_refused(extent: int, unit: int, ranks: int, repeat
     if fits:
         assert_sound(cut(extent, ranks, 0, unit), ranks)
         return
-    with pytest.raises(Uneven) as caught:
+    with pytest.raises(UnevenError) as caught:
         cut(extent, ranks, 0, unit)
     assert str(extent) in str(caught.value) or str(units) in str(caught.value)
 
 
 def test_fused_projections_cannot_repeat_kv_heads() -> None:
-    with pytest.raises(Uneven, match="2 KV heads fused with 4 heads on 4 ranks"):
+    with pytest.raises(UnevenError, match="2 KV heads fused with 4 heads on 4 ranks"):
         grouped(4, 2, 8, 4, 0)
-    with pytest.raises(Uneven, match="6 heads of 8 do not divide over 4 ranks"):
+    with pytest.raises(UnevenError, match="6 heads of 8 do not divide over 4 ranks"):
         grouped(6, 6, 8, 4, 0)
 
 

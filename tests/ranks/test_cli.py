@@ -31,6 +31,7 @@ DONE_KEYS = [
     "held_bytes",
     "sent_bytes",
     "checkpoint",
+    "trace",
 ]
 FOREVER = ("--set", "run.steps=1000000")
 

@@ -298,6 +298,14 @@ def refusals() -> dict[str, str]:
         engine = engine_for(gpt(), parallel={"tp": 2, "sequence_parallel": True})
         engine.step({key: value[:, :15].contiguous() for key, value in tiny.batches(1, SAMPLES)[0].items()})
 
+    def unnamed() -> None:
+        model: Any = talker()
+        model.finish = nn.Sequential(nn.LayerNorm(32), nn.LayerNorm(32))
+        plan = {**{key: style for key, style in PLAN.items() if key != "finish"}, "finish.1": "sequence"}
+        parallel = {"tp": 2, "sequence_parallel": True, "plan": plan}
+        engine = engine_for(model, call=call_talker, parallel=parallel, recompute={"mode": "block"})
+        engine.step(tiny.batches(1, SAMPLES)[0])
+
     compiled = gpt()
     compiled.blocks[0].compile()
     without_end = {key: style for key, style in PLAN.items() if key != "finish"}
@@ -314,6 +322,7 @@ def refusals() -> dict[str, str]:
         "blocks": planned(nn.Sequential(nn.Linear(4, 4)), sequence=True, plan={"0": "colwise"}),
         "sequence without an end": planned(talker(), sequence=True, plan=without_end),
         "sequence that nothing gathers": planned(talker(), sequence=True, plan={**PLAN, "say": "replicate"}),
+        "sequence in an unnamed module": text_of(unnamed),
         "compiled": planned(compiled),
         "length": planned(gpt(), sequence=True, data={"sequence_length": 15}),
         "length of a batch": text_of(odd_length),
@@ -334,6 +343,7 @@ EXPECTED = {
     "blocks": ["no list of repeated blocks", "model.blocks"],
     "sequence without an end": ["becomes whole again", "sequence_end"],
     "sequence that nothing gathers": ["becomes whole again", "sequence_end"],
+    "sequence in an unnamed module": ["finish.0 runs on a part", '"finish.0" = "sequence"'],
     "compiled": ["blocks.0", "torch.compile"],
     "length": ["data.sequence_length = 15", "14"],
     "length of a batch": ["sequence of 15", "multiple of 2"],

@@ -12,6 +12,7 @@ from zero3d.cli.plain_table import PlainTable
 from zero3d.cli.style import count, seconds, size
 from zero3d.cli.suggest import Suggestion
 from zero3d.cli.tables import BAR, MOST_RANKS, bar
+from zero3d.records import TIMELINE
 
 if TYPE_CHECKING:
     from zero3d.train import Plan, Summary
@@ -34,6 +35,14 @@ def how_it_went(summary: "Summary", losses: Sequence[float]) -> Text:
         (sparkline(losses, LOSS_LINE), "cyan"),
         f" {losses[-1] * scale:.3f} {unit}",
     )
+
+
+def what_was_traced(summary: "Summary") -> list[Text]:
+    """Where the trace is and what opens it; nothing without one."""
+    if summary.trace is None:
+        return []
+    told = f"{summary.trace} for ui.perfetto.dev, {summary.trace.with_name(TIMELINE)} planned beside measured"
+    return [Text.assemble(("Trace ", "bold"), told), Text()]
 
 
 def loss_unit(plan: "Plan") -> tuple[float, str]:

@@ -85,6 +85,8 @@ class Screen:
         if self._brief:
             return
         self._console.print(results.how_it_went(summary, self._losses), "")
+        for line in results.what_was_traced(summary):
+            self._print(line)
         for part in (
             results.what_was_learned(summary),
             results.what_was_held(summary),

@@ -13,11 +13,11 @@ from rich.text import Text
 from zero3d.cli import show_layout
 from zero3d.cli.failure import as_known
 from zero3d.cli.options import AsJson
-from zero3d.errors import ConfigError, UsageError
+from zero3d.errors import UsageError
 from zero3d.pipeline import legal, picture
 from zero3d.pipeline.action import Action, Kind, written
 from zero3d.pipeline.schedules import own
-from zero3d.pipeline.schedules.registry import SCHEDULES, Named, named
+from zero3d.pipeline.schedules.registry import SCHEDULES, Named
 from zero3d.pipeline.simulate import Timeline, peak_live, simulate
 
 app = typer.Typer(help="Show who holds what, or a pipeline schedule.", no_args_is_help=True)
@@ -54,7 +54,7 @@ def schedule(
     """
 
     def work() -> None:
-        chosen = _schedule(name)
+        chosen = own.find(name)
         actions = _actions(chosen, stages, ranks, micro_batches)
         timeline = simulate(actions)
         if file is not None:
@@ -75,17 +75,6 @@ def as_event(actions: list[list[Action]], timeline: Timeline) -> dict[str, objec
         "makespan": timeline.makespan,
         "peak_live": peak_live(actions),
     }
-
-
-def _schedule(name: str) -> Named:
-    if not name.endswith(".txt"):
-        return named(name)
-    try:
-        return own.parse(Path(name).read_text(encoding="utf-8"), name)
-    except UnicodeDecodeError:
-        raise ConfigError("this is no text", where=name, hint=own.FORMS) from None
-    except OSError as error:
-        raise ConfigError(f"cannot read {name}: {error.strerror}", hint="Is the path right?") from None
 
 
 def _actions(chosen: Named, stages: int | None, ranks: int | None, micro_batches: int | None) -> list[list[Action]]:

@@ -12,8 +12,9 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from zero3d.train import Listener
 
 INTERRUPTED = 130
+TRACED_STEPS = 3
+"""With --trace, where nobody says how many."""
 FILE_WIDTH = 100
 """Columns where no terminal says how many there are."""
 
@@ -38,11 +41,18 @@ def command(
     config: ConfigPath,
     ranks: Ranks = None,
     settings: Settings = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Write what ranks do in 3 steps: a trace and a picture.")
+    ] = False,
+    trace_steps: Annotated[
+        int | None, typer.Option("--trace-steps", min=1, help="--trace of so many steps.", metavar="STEPS")
+    ] = None,
     as_json: AsJson = False,
     allow_code: AllowCode = False,
     debug: Debug = False,
 ) -> None:
     """Train a model as CONFIG says."""
+    traced = trace_steps or (TRACED_STEPS if trace else 0)
     options = Options(
         config=config,
         settings=tuple(settings or ()),
@@ -50,8 +60,9 @@ def command(
         json=as_json,
         debug=debug,
         allow_code=allow_code,
+        more=("--trace-steps", str(traced)) if traced else (),
     )
-    raise typer.Exit(run_verb(options, _train_on_rank))
+    raise typer.Exit(run_verb(options, partial(_train_on_rank, traced)))
 
 
 def run_verb(options: Options, on_rank: Callable[[Options, int, int], None]) -> int:
@@ -108,14 +119,14 @@ def _until_then(config: Config, step: int | None) -> str:
     return f"{told}; metrics are in {metrics}" if step >= config.run.log_every else told
 
 
-def _train_on_rank(options: Options, rank: int, world: int) -> None:
+def _train_on_rank(traced: int, options: Options, rank: int, world: int) -> None:
     """In each process that `start` or torchrun started."""
     from zero3d import train
 
     config, prepared, build = read_on_rank(options, world)
     if PARENT not in os.environ:  # under torchrun, which was told how many
         options = replace(options, ranks=world)
-    train.train(config, prepared, build, _listeners(config, options) if rank == 0 else ())
+    train.train(config, prepared, build, _listeners(config, options) if rank == 0 else (), traced)
 
 
 def read_on_rank(options: Options, world: int) -> "tuple[Config, Prepared, Build]":

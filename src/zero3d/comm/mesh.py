@@ -14,7 +14,7 @@ from zero3d.comm.hybrid_axis import HybridAxis
 from zero3d.comm.process_axis import ProcessAxis, lookout_of_process
 from zero3d.comm.recorded_axis import RecordedAxis
 from zero3d.comm.solo_axis import SoloAxis
-from zero3d.contracts import Axis
+from zero3d.contracts import Axis, Watcher
 from zero3d.errors import ConfigError
 from zero3d.layout import AXES, Layout
 
@@ -43,6 +43,11 @@ class Mesh:
     def enter_step(self, step: int) -> None:
         """Errors of ranks that diverge from now on name step `step`; 0: none."""
         lookout_of_process().step = step
+
+    def watch(self, watcher: Watcher) -> None:
+        """From now on it is told of all calls on the axes."""
+        for axis in self.axes.values():
+            axis.watcher = watcher
 
     @property
     def counts_norms(self) -> bool:
@@ -81,7 +86,7 @@ def open_mesh(layout: Layout, timeout: timedelta, replicas: int = 1) -> Mesh:
         for name in AXES:
             if getattr(layout, name) > 1:
                 axes[name] = ProcessAxis(mesh.get_group(name), device)
-    recorded = {name: RecordedAxis(axis) for name, axis in axes.items()}
+    recorded = {name: RecordedAxis(axis, name=name) for name, axis in axes.items()}
     model = axes["tp"] if layout.pp == 1 else axes["pp"]
     if layout.tp > 1 and layout.pp > 1:
         model = _mine(layout.model_groups(), timeout, device)
@@ -115,7 +120,9 @@ def mesh_over(group: Any) -> Mesh:
     axis: Axis = group
     if isinstance(group, dist.ProcessGroup):
         axis = ProcessAxis(group, device) if dist.get_world_size(group) > 1 else SoloAxis()
-    axes: dict[str, RecordedAxis] = {name: RecordedAxis(axis if name == "dp" else SoloAxis()) for name in AXES}
+    axes: dict[str, RecordedAxis] = {
+        name: RecordedAxis(axis if name == "dp" else SoloAxis(), name=name) for name in AXES
+    }
     layout = Layout(dp=axis.size)
     return Mesh(layout=layout, rank=axis.index, device=device, axes=axes, model=SoloAxis(), everyone=axis)
 

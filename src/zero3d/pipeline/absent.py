@@ -15,21 +15,81 @@ from torch import Tensor
 from zero3d.errors import UsageError
 
 SHAPES = frozenset(
-    "shape dtype device ndim layout requires_grad is_leaf grad_fn size dim numel nelement element_size stride "
-    "is_floating_point is_complex is_cuda is_cpu is_meta is_sparse is_quantized is_contiguous itemsize nbytes __len__ "
-    "__hash__ get_device is_signed is_nested _is_view names has_names is_inference __format__ __repr__".split()
+    [
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "layout",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "size",
+        "dim",
+        "numel",
+        "nelement",
+        "element_size",
+        "stride",
+        "is_floating_point",
+        "is_complex",
+        "is_sparse",
+        "is_quantized",
+        "is_contiguous",
+        "itemsize",
+        "nbytes",
+        "__len__",
+        "__hash__",
+        "is_signed",
+        "is_nested",
+        "_is_view",
+        "names",
+        "has_names",
+        "is_inference",
+        "__format__",
+        "__repr__",
+    ]
 )
 """Members that need no values."""
+DEVICES = {"is_cpu": "cpu", "is_cuda": "cuda", "is_meta": "meta"}
 FACTORIES = frozenset(
-    "zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full".split()
+    [
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "new_full",
+    ]
 )
 """Functions that look at shape and dtype alone."""
 VALUES = frozenset(
-    "item tolist numpy __bool__ __int__ __float__ __index__ __contains__ nonzero equal allclose is_nonzero "
-    "backward register_hook detach_ requires_grad_ data untyped_storage".split()
+    [
+        "item",
+        "tolist",
+        "numpy",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__contains__",
+        "nonzero",
+        "equal",
+        "allclose",
+        "is_nonzero",
+        "backward",
+        "register_hook",
+        "detach_",
+        "requires_grad_",
+        "data",
+        "untyped_storage",
+    ]
 )
 """Functions whose result is no tensor, or of a shape that values decide."""
-RANDOM = frozenset("dropout alpha_dropout feature_dropout bernoulli multinomial normal poisson".split())
+RANDOM = frozenset(["dropout", "alpha_dropout", "feature_dropout", "bernoulli", "multinomial", "normal", "poisson"])
 
 Resolve = Callable[["Source"], Tensor]
 """Where the values of a source come from; raises where there are none."""
@@ -62,9 +122,10 @@ class Written:
                     hint="Draw random numbers in a module of its own, such as nn.Dropout: its output is sent along.",
                 )
             args, kwargs = present(args), present(kwargs)
-            if _in_place(function):  # What it was before may be needed elsewhere.
+            if _in_place(function, kwargs):  # What it was before may be needed elsewhere.
                 args = (args[0].clone(), *args[1:])
-            self._result, self._call = function(*args, **kwargs), None
+            result = function(*args, **kwargs)
+            self._result, self._call = (args[0] if function.__name__ == "__setitem__" else result), None
         return self._result
 
 
@@ -88,6 +149,10 @@ class Absent(Tensor):
             name = getattr(func.__self__, "__name__", "")
         if name == "device":
             return args[0].on
+        if name in DEVICES:
+            return args[0].on.type == DEVICES[name]
+        if name == "get_device":
+            return -1 if args[0].on.type == "cpu" else args[0].on.index
         if name in SHAPES:
             return func(*_twins(args, None), **kwargs)
         if name in FACTORIES:
@@ -119,7 +184,10 @@ def _write_down(func: Any, args: Any, kwargs: Any) -> Any:
     metas = _twins(args, absents), _twins(kwargs, absents)
     with torch.no_grad():
         result = func(*metas[0], **metas[1])
-    written = Written(func, args, kwargs)
+    if _in_place(func, kwargs):
+        return _change(func, args, kwargs)
+    of_now = args if _is_view(result) else _as_now(args)
+    written = Written(func, of_now, _as_now(kwargs))
     on = absents[0].on
 
     def wrapped(meta: Any, at: tuple[Any, ...]) -> Any:
@@ -127,21 +195,40 @@ def _write_down(func: Any, args: Any, kwargs: Any) -> Any:
             return Absent.of(meta, lambda: _at(written.result(), at), on)
         if isinstance(meta, list | tuple):
             members = [wrapped(one, (*at, index)) for index, one in enumerate(meta)]
-            return type(meta)(members) if type(meta) in (list, tuple) else tuple(members)
+            return type(meta)(*members) if hasattr(meta, "_fields") else type(meta)(members)
         return meta
 
-    if _in_place(func) and isinstance(args[0], Absent):
-        first = args[0]
-        before = Absent.of(first.meta, first.found, first.on)
-        written = Written(func, (before, *args[1:]), kwargs)
-        first.found = written.result  # In place: it is what becomes of it.
-        return first
     return wrapped(result, ())
 
 
-def _in_place(function: Any) -> bool:
+def _change(func: Any, args: Any, kwargs: Any) -> Any:
+    """An in-place operation: the absent tensor is from now on what becomes of it."""
+    changed = args[0]
+    if not isinstance(changed, Absent) or changed.meta._is_view():
+        raise UsageError(
+            f"between modules {func.__name__} changes a tensor in place, by values or a part of one that another "
+            "pipeline stage has",
+            hint="Write it as an operation that gives a new tensor, such as x = x + y, or put it into a module.",
+        )
+    before = Absent.of(changed.meta, changed.found, changed.on)
+    changed.found = Written(func, (before, *_as_now(args[1:])), _as_now(kwargs)).result
+    return changed
+
+
+def _as_now(value: Any) -> Any:
+    """What later in-place operations do not reach."""
+    return _replaced(value, lambda absent: Absent.of(absent.meta, absent.found, absent.on))
+
+
+def _is_view(result: Any) -> bool:
+    return isinstance(result, Tensor) and result._is_view()
+
+
+def _in_place(function: Any, kwargs: Mapping[str, Any]) -> bool:
     name: str = function.__name__
-    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") and name not in ("__invert__",)
+    if name == "__setitem__" or kwargs.get("inplace"):
+        return True
+    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name not in ("__invert__",))
 
 
 def _at(value: Any, path: tuple[Any, ...]) -> Any:

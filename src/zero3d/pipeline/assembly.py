@@ -8,15 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.comm.texts import everyones_text
+from zero3d.config import Parallel
 from zero3d.contracts import Axis, Batch, Loss
-from zero3d.pipeline.action import Action, Kind
+from zero3d.pipeline.action import Action
 from zero3d.pipeline.calling import Call
-from zero3d.pipeline.cut import Stages
+from zero3d.pipeline.cut import cut
 from zero3d.pipeline.deferred import Deferral
 from zero3d.pipeline.exchange import Arrived, Boundary
 from zero3d.pipeline.gates import Gates
+from zero3d.pipeline.outputs import joined, shared
 from zero3d.pipeline.placed import Placed
-from zero3d.pipeline.schedules.registry import Named
+from zero3d.pipeline.schedules.own import find
 from zero3d.pipeline.stage import ModelStage, StageModel
 from zero3d.pipeline.uneven import Buffers
 from zero3d.randomness import Randomness
@@ -31,14 +33,15 @@ class Pipeline:
     def __init__(
         self,
         model: nn.Module,
-        stages: Stages,
-        schedule: Named,
+        blocks: Sequence[nn.Module],
+        options: Parallel,
         axis: Axis,
         device: torch.device,
         randomness: Randomness,
         call: Call,
     ) -> None:
-        self.stages = stages
+        schedule = find(options.schedule)
+        self.stages = stages = cut(model, blocks, schedule, options, ranks=axis.size, index=axis.index)
         self.placed = Placed(model, stages, axis, device)
         self.local: dict[int, ModelStage] = {}
         self._model = model
@@ -59,7 +62,7 @@ class Pipeline:
 
     def open(self, loss: Loss, scale: Callable[[Tensor], float], blocks: Sequence[nn.Module]) -> None:
         """The stages can run: weights are there, and all hooks."""
-        if any(action.kind is Kind.WEIGHT for action in self.actions(self._axis.size)):
+        if self._schedule.splits_backward(self.stages.number, self._axis.size):
             self._deferral.watch(self._model, blocks)
         self._gates.open()
         boundaries: dict[int, Boundary] = {}
@@ -119,6 +122,10 @@ class Pipeline:
         for boundary in self._boundaries():
             boundary.carry(_carried(everyone, boundary.stage))
         self._agreed = True
+
+    def output(self, outputs: Sequence[Any]) -> Any:
+        """Those of micro-batches, from the rank of the last stage, as one on all ranks. Collective over pp."""
+        return shared(joined(outputs), self._axis, self.stages.holders[-1], self._device)
 
     def close(self) -> None:
         """Modules are the user's own again."""

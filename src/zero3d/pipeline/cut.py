@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from zero3d.config import Parallel
 from zero3d.errors import ConfigError, UsageError
 from zero3d.pipeline.gates import Gate
 from zero3d.pipeline.partition import Cost, by_hand, partition
@@ -43,21 +44,15 @@ def cut(
     model: nn.Module,
     blocks: Sequence[nn.Module],
     schedule: Named,
+    options: Parallel,
     *,
     ranks: int,
     index: int,
-    per_rank: int,
-    sizes: Sequence[int],
-    first: Sequence[str],
-    last: Sequence[str],
 ) -> Stages:
-    """`ranks` of pp, of which this is number `index`, have `per_rank` stages each.
-
-    sizes: numbers of blocks of the stages, empty: by the number of their parameters; first, last: patterns of modules
-    outside the blocks that belong to the first or last stage, whatever the order in which they are defined.
-    Raises `ConfigError` where the model cannot be cut so.
-    """
-    number = ranks * per_rank
+    """Over `ranks` of pp, of which this is number `index`. Stages are cut by the number of their blocks' parameters,
+    unless `options` says where. Raises `ConfigError` where the model cannot be cut so."""
+    number = ranks * options.stages_per_rank
+    schedule.check_stages(number, ranks)
     if not blocks and number > 1:
         raise ConfigError(
             f"parallel.pp = {ranks}, and no list of repeated blocks was found in the model",
@@ -66,8 +61,8 @@ def cut(
     paths = {id(module): name for name, module in model.named_modules()}
     _refuse_other_models(model, blocks, paths, number)
     costs = [Cost(time=sum(one.numel() for one in block.parameters())) for block in blocks]
-    outside = list(_outside(model, blocks, paths, number, first, last))
-    ranges = _ranges(costs, number, sizes, _edge(model, outside, 0), _edge(model, outside, number - 1))
+    outside = list(_outside(model, blocks, paths, number, options))
+    ranges = _ranges(costs, number, options.stage_blocks, _edge(model, outside, 0), _edge(model, outside, number - 1))
     stage_of_block = {block: stage for stage, mine in enumerate(ranges) for block in mine}
     gates = [
         Gate(path=paths[id(block)], block=at, stages=frozenset([stage_of_block[at]]), random=False)
@@ -105,8 +100,7 @@ def _outside(
     blocks: Sequence[nn.Module],
     paths: Mapping[int, str],
     number: int,
-    first: Sequence[str],
-    last: Sequence[str],
+    options: Parallel,
 ) -> Iterator[Gate]:
     """The largest modules without blocks in them."""
     inside = {id(module) for block in blocks for module in block.modules()}
@@ -120,7 +114,7 @@ def _outside(
             continue
         taken.append(path)
         stage = 0 if at < start else number - 1
-        for patterns, chosen in ((first, 0), (last, number - 1)):
+        for patterns, chosen in ((options.first_stage, 0), (options.last_stage, number - 1)):
             stage = chosen if any(fnmatchcase(path, pattern) for pattern in patterns) else stage
         has_parameters = any(True for _ in module.parameters())
         random = any(isinstance(one, nn.modules.dropout._DropoutNd) for one in module.modules())

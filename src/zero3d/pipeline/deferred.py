@@ -62,8 +62,8 @@ class Deferral:
 def finish(halves: Sequence[Half]) -> None:
     """Computes what was left for later: gradients reach their parameters as in any backward."""
     for half in halves:
-        rows = half.gradient.flatten(0, -2)
-        torch.autograd.backward([half.weight], [rows.t() @ half.x.flatten(0, -2)])
+        rows = _rows(half.gradient)
+        torch.autograd.backward([half.weight], [rows.t() @ _rows(half.x)])
 
 
 class _Linear(nn.Module):
@@ -90,12 +90,17 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *outer: Tensor) -> Any:
         (gradient,) = outer
         x, weight = ctx.saved_tensors
-        rows = gradient.flatten(0, -2)
+        rows = _rows(gradient)
         of_x = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
         of_bias = rows.sum(dim=0) if ctx.needs_input_grad[2] else None
         of_weight = None
         if ctx.deferral.halves is None:
-            of_weight = rows.t() @ x.flatten(0, -2)
+            of_weight = rows.t() @ _rows(x)
         else:
             ctx.deferral.halves.append(Half(ctx.used, x, gradient))
         return of_x, of_weight, of_bias, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., C] -> [rows, C]"""
+    return x.reshape(-1, x.size(-1))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zero3d.contracts import Axis, Pending
 from zero3d.errors import UsageError
-from zero3d.pipeline.gates import Spec
+from zero3d.pipeline.specs import Spec
 
 Signature = tuple[Any, ...]
 

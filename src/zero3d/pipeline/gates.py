@@ -18,11 +18,8 @@ from torch import Tensor, nn
 
 from zero3d.errors import UsageError
 from zero3d.pipeline.absent import Absent, Source, is_absent, present
+from zero3d.pipeline.specs import Spec, describe, rebuild
 from zero3d.stand_in import StandIns
-
-Spec = Any
-"""What a module gave, as JSON: {"tensor": [name, shape, dtype, needs gradient]}, {"list" | "tuple" | "dict": ...} or
-{"value": ...}."""
 
 
 class StageEndError(Exception):
@@ -58,6 +55,11 @@ class Run:
     given: dict[str, Tensor] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     calls: dict[str, int] = field(default_factory=dict)
+    entered: dict[str, Tensor] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.versions.update((name, tensor._version) for name, tensor in self.received.items())
 
     def call(self, gate: Gate, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         number = self.calls[gate.path] = self.calls.get(gate.path, -1) + 1
@@ -69,7 +71,10 @@ class Run:
             args, kwargs = present(args), present(kwargs)
         output = forward(*args, **kwargs)
         if keeps and self.is_sent:
-            self.made[label] = self._told(output, label)
+            fresh: dict[str, Tensor] = {}
+            self.made[label] = describe(output, label, fresh)
+            self.given.update(fresh)
+            self.versions.update((name, tensor._version) for name, tensor in fresh.items())
         return output
 
     def value(self, source: Source) -> Tensor:
@@ -82,7 +87,22 @@ class Run:
                 "in parallel.last_stage or parallel.first_stage.",
             )
         self.used.add(source.name)
-        return self.received[source.name]
+        if source.name not in self.entered:
+            leaf = self.received[source.name]
+            entered: Tensor = _Entered.apply(leaf) if leaf.requires_grad else leaf  # type: ignore[no-untyped-call]
+            self.entered[source.name] = entered
+        return self.entered[source.name]
+
+    def refuse_changed(self, names: Sequence[str]) -> None:
+        """Raises `UsageError` where one of these, which later stages need, is no longer what its module gave."""
+        for name in names:
+            tensor = self.given[name] if name in self.given else self.received[name]
+            if tensor._version != self.versions[name]:
+                raise UsageError(
+                    f"what {name.partition('#')[0]} gives is changed in place on pipeline stage {self.stage}, and a "
+                    "later stage needs it as it was",
+                    hint="Write it as an operation that gives a new tensor, such as x = x + y.",
+                )
 
     def _is_elsewhere(self, gate: Gate, args: Any, kwargs: Any) -> bool:
         if gate.block is not None:
@@ -99,38 +119,24 @@ class Run:
                 f"pipeline stage {self.stage} calls {label.partition('#')[0]}, which no stage before it has called",
                 hint="Name the module in parallel.last_stage or parallel.first_stage, wherever it runs.",
             )
-        return _made(self.specs[label], self)
 
-    def _told(self, value: Any, name: str) -> Spec:
-        if isinstance(value, Tensor):
-            self.given[name] = value
-            dtype = str(value.dtype).removeprefix("torch.")
-            return {"tensor": [name, list(value.shape), dtype, value.requires_grad]}
-        if type(value) is dict:
-            return {"dict": {key: self._told(one, f"{name}.{key}") for key, one in value.items()}}
-        if type(value) in (list, tuple):
-            members = [self._told(one, f"{name}.{index}") for index, one in enumerate(value)]
-            return {type(value).__name__: members}
-        if value is None or isinstance(value, bool | int | float | str):
-            return {"value": value}
-        raise UsageError(
-            f"{name.partition('#')[0]} gives a {type(value).__name__}, which cannot cross a pipeline stage's boundary",
-            hint="Blocks may give tensors, numbers, text and None, in tuples, lists and dicts.",
-        )
+        def absent(name: str, shape: tuple[int, ...], dtype: torch.dtype, needs_gradient: bool) -> Absent:
+            meta = torch.empty(shape, dtype=dtype, device="meta", requires_grad=needs_gradient)
+            return Absent.of(meta, Source(name, self.value).value, self.device)
+
+        return rebuild(self.specs[label], absent)
 
 
-def _made(spec: Spec, run: Run) -> Any:
-    ((kind, value),) = spec.items()
-    if kind == "tensor":
-        name, shape, dtype, needs_gradient = value
-        meta = torch.empty(shape, dtype=getattr(torch, dtype), device="meta", requires_grad=needs_gradient)
-        return Absent.of(meta, Source(name, run.value).value, run.device)
-    if kind == "dict":
-        return {key: _made(one, run) for key, one in value.items()}
-    if kind in ("list", "tuple"):
-        members = [_made(one, run) for one in value]
-        return tuple(members) if kind == "tuple" else members
-    return value
+class _Entered(torch.autograd.Function):
+    """What came over a boundary, as a tensor that modules may change in place: a leaf may not be changed."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Tensor:
+        return outer[0]
 
 
 class Gated(nn.Module):

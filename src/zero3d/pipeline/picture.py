@@ -26,7 +26,7 @@ NAMES = {
     Kind.WEIGHT: "backward of weights",
 }
 IDLE = "·"
-CELL, ROW, MARGIN, LABEL = 26, 26, 12, 58
+CELL, ROW, MARGIN, LABEL, DIGIT = 26, 26, 12, 58, 8
 """In pixels; CELL is the width of the shortest action."""
 
 
@@ -111,19 +111,24 @@ def svg(timeline: Timeline, title: str) -> str:
         f'<text x="{MARGIN}" y="{ROW}" font-size="14" font-weight="bold" fill="#222">{escape(title)}</text>',
     ]
     for rank, runs in enumerate(timeline.ranks):
-        parts += _svg_row(rank, runs, 2 * ROW + rank * ROW, scale, timeline.makespan)
-    parts += _svg_times(timeline, bottom, scale)
-    for number, kind in enumerate(kinds):
-        x, y = LABEL + 170 * number, bottom + 1.5 * ROW
-        parts.append(f'<rect x="{x}" y="{y}" width="18" height="18" rx="2" fill="{colour(kind, 0)}"/>')
-        parts.append(f'<text x="{x + 24}" y="{y + 13}" fill="#222">{kind.value}: {NAMES[kind]}</text>')
+        parts += svg_row(rank, runs, 2 * ROW + rank * ROW, scale, timeline.makespan)
+    parts += svg_times(timeline.makespan, bottom, scale)
+    parts += svg_legend(kinds, bottom + 1.5 * ROW)
     if any(max(_shades(runs).values(), default=0) for runs in timeline.ranks):
         x, y = LABEL + 170 * len(kinds), bottom + 1.5 * ROW + 13
         parts.append(f'<text x="{x}" y="{y}" fill="#222">darker: a later stage of the rank</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _svg_row(rank: int, runs: Sequence[Run], y: float, scale: float, makespan: float) -> Iterator[str]:
+def svg_legend(kinds: Sequence[Kind], y: float) -> Iterator[str]:
+    for number, kind in enumerate(kinds):
+        x = LABEL + 170 * number
+        yield f'<rect x="{x}" y="{y}" width="18" height="18" rx="2" fill="{colour(kind, 0)}"/>'
+        yield f'<text x="{x + 24}" y="{y + 13}" fill="#222">{kind.value}: {NAMES[kind]}</text>'
+
+
+def svg_row(rank: int, runs: Sequence[Run], y: float, scale: float, makespan: float) -> Iterator[str]:
+    """One rank: a grey bar as long as the whole, and its actions, with their numbers where there is room for them."""
     shades = _shades(runs)
     yield f'<text x="{MARGIN}" y="{y + ROW * 0.66:.1f}" fill="#222">rank {rank}</text>'
     yield (f'<rect x="{LABEL}" y="{y + 1}" width="{makespan * scale:.1f}" height="{ROW - 2}" fill="#f0f0f0"/>')
@@ -131,22 +136,23 @@ def _svg_row(rank: int, runs: Sequence[Run], y: float, scale: float, makespan: f
         shade = shades[run.action.stage]
         x, wide = LABEL + run.start * scale, (run.end - run.start) * scale
         ink = "white" if shade > 0.5 else "#111"
+        number = str(run.action.micro_batch)
         yield (
             f"<g><title>{run.action.full}: {NAMES[run.action.kind]} of micro-batch {run.action.micro_batch} in stage "
             f"{run.action.stage}, {run.start:g} to {run.end:g}</title>"
             f'<rect x="{x:.1f}" y="{y + 1}" width="{wide:.1f}" height="{ROW - 2}" rx="2" stroke="white" '
             f'fill="{colour(run.action.kind, shade)}"/>'
             f'<text x="{x + wide / 2:.1f}" y="{y + ROW * 0.66:.1f}" text-anchor="middle" fill="{ink}">'
-            f"{run.action.micro_batch}</text></g>"
+            f"{number if wide >= DIGIT * len(number) else ''}</text></g>"
         )
 
 
-def _svg_times(timeline: Timeline, y: float, scale: float) -> Iterator[str]:
+def svg_times(makespan: float, y: float, scale: float) -> Iterator[str]:
     """Marks at round times, at least 50 pixels apart."""
     least = 50 / scale
     power = 10.0 ** floor(log10(least))
     step = next(power * times for times in (1, 2, 5, 10) if power * times >= least)
-    for number in range(int(timeline.makespan / step) + 1):
+    for number in range(int(makespan / step) + 1):
         yield (
             f'<text x="{LABEL + number * step * scale:.1f}" y="{y + 8}" text-anchor="middle" font-size="10" '
             f'fill="#666">{number * step:g}</text>'

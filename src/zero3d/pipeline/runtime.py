@@ -2,13 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 
-from zero3d.contracts import Batch, Replica, Stage
+from zero3d.contracts import Batch, Replica, Stage, Watcher
 from zero3d.pipeline.action import Action, Kind
 from zero3d.pipeline.uneven import Padding
 
 
 def run(
-    actions: Sequence[Action], stages: Mapping[int, Stage], replica: Replica, micro_batches: Sequence[Batch]
+    actions: Sequence[Action],
+    stages: Mapping[int, Stage],
+    replica: Replica,
+    micro_batches: Sequence[Batch],
+    watcher: Watcher,
 ) -> None:
     """Each backward, or half of one, is a turn of its stage; ZeRO is told which turns are this rank's first and last of
     the step, and which are padding and count for nothing. Receives of an action are posted before the one before it."""
@@ -18,10 +22,12 @@ def run(
             _expect(one, stages[one.stage], micro_batches)
         stage, index = stages[action.stage], action.micro_batch
         if action.kind is Kind.FORWARD:
-            stage.forward(index, micro_batches[index])
+            with watcher.acting(action):
+                stage.forward(index, micro_batches[index])
             continue
         counts = not isinstance(micro_batches[index], Padding)
-        with replica.turn(action.stage, number == turns[0], number == turns[-1], counts=counts):
+        turn = replica.turn(action.stage, number == turns[0], number == turns[-1], counts=counts)
+        with watcher.acting(action), turn:
             if action.kind is Kind.BACKWARD:
                 stage.backward(index)
             elif action.kind is Kind.INPUT:

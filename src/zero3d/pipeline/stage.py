@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from zero3d.pipeline.absent import present
 from zero3d.pipeline.calling import Call
 from zero3d.pipeline.deferred import Deferral, Half, finish
 from zero3d.pipeline.exchange import Arrived, Boundary, Signature
-from zero3d.pipeline.gates import Gates, Run, Spec
+from zero3d.pipeline.gates import Gates, Run
+from zero3d.pipeline.specs import Spec
 from zero3d.pipeline.uneven import Buffers, Padding
 from zero3d.randomness import Randomness
 from zero3d.trees import tensors_in
@@ -47,7 +49,7 @@ class StageModel(nn.Module):
 
     def __init__(self, model: nn.Module, gates: Gates, call: Call) -> None:
         super().__init__()
-        self._compute = lambda batch: call(model, batch)
+        self._compute: Callable[[Batch], Any] = partial(call, model)
         self._gates = gates
 
     def forward(self, batch: Batch, run: Run) -> Any:
@@ -128,9 +130,9 @@ class ModelStage:
         if live.before is not None:
             live.before.put_back()
 
-    def evaluate(self, micro_batch: int, x: Batch | Padding) -> None:
-        """A forward that no backward follows."""
-        live = self._run(micro_batch, x)
+    def evaluate(self, micro_batch: int, x: Batch | Padding, outputs: list[Any] | None = None) -> None:
+        """A forward that no backward follows; the last stage adds what the model gives to `outputs`."""
+        live = self._run(micro_batch, x, outputs)
         if live.before is not None:
             live.before.put_back()
 
@@ -150,7 +152,7 @@ class ModelStage:
     def weight_backward(self, micro_batch: int) -> None:
         finish(self._halves.pop(micro_batch))
 
-    def _run(self, micro_batch: int, x: Batch | Padding) -> Live:
+    def _run(self, micro_batch: int, x: Batch | Padding, outputs: list[Any] | None = None) -> Live:
         # Autograd may keep buffers that a forward has written to: they are put back once backward is over.
         before = Buffers(self._model) if isinstance(x, Padding) else None
         batch, signature = (x.batch if isinstance(x, Padding) else x), _signature(x)
@@ -158,10 +160,13 @@ class ModelStage:
         run = self._run_of(arrived)
         output = self._compute(batch, run)
         if self.after is not None:
+            run.refuse_changed(self.after.names or ())
             given: dict[str, Tensor] = {**arrived.tensors, **run.given}
             specs: dict[str, Spec] = {**arrived.specs, **run.made}
             self.after.send(micro_batch, signature, given, specs)
             return Live(signature=signature, outgoing=given, received=arrived.tensors, before=before)
+        if outputs is not None and not isinstance(x, Padding):
+            outputs.append(output)
         loss, count = self._losses(output, batch)
         outcome = Outcome(loss.detach(), count)
         if before is not None:

@@ -52,7 +52,7 @@ class Ticket:
         assert self.x is not None and self.gradient is not None
         x, gradient = self.entry.whole(self.x), self.gradient
         self.x = self.gradient = None
-        return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+        return _rows(gradient).t() @ _rows(x)
 
 
 class Entry:
@@ -168,5 +168,10 @@ class _Column(torch.autograd.Function):
         ctx.ticket.x, ctx.ticket.gradient = kept, gradient
         ctx.ticket.entry.ask(kept)
         x = gradient @ weight if ctx.needs_input_grad[0] else None
-        bias = gradient.flatten(0, -2).sum(dim=0) if ctx.needs_input_grad[3] else None
+        bias = _rows(gradient).sum(dim=0) if ctx.needs_input_grad[3] else None
         return x, None, gradient.new_empty(1).expand(weight.shape), bias, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., C] -> [rows, C]"""
+    return x.reshape(-1, x.size(-1))

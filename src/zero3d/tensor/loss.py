@@ -103,6 +103,17 @@ def cross_entropy(
     return total, (targets != ignore_index).sum()
 
 
+def whole_logits(output: Any) -> Any:
+    """A model's output without split logits: whole ones in their place. Collective."""
+    if isinstance(output, SplitLogits):
+        return output.whole()
+    if isinstance(output, Mapping):
+        return {key: whole_logits(one) for key, one in output.items()}
+    if type(output) in (list, tuple):
+        return type(output)(whole_logits(one) for one in output)
+    return output
+
+
 def next_token_loss(logits: Tensor | SplitLogits, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """`cross_entropy` of batch["targets"]: the loss that the command trains with."""
     return cross_entropy(logits, batch["targets"])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from zero3d import params
 from zero3d.blueprint import Blueprint, Values
+from zero3d.config import Parallel
 from zero3d.contracts import Axis
 from zero3d.errors import ConfigError, UsageError
 from zero3d.params import ParamInfo
@@ -125,19 +126,17 @@ def split(
     axis: Axis,
     streams: Streams,
     plan: Mapping[str, str],
-    own: Mapping[str, str],
-    *,
-    sequence: bool,
+    options: Parallel,
 ) -> tuple[Blueprint, TensorParallel]:
-    """This rank's part of a model that has no weights yet. `plan`: the model's, `own`: the user's.
+    """This rank's part of a model that has no weights yet. `plan`: the model's, before which that of `options` comes.
 
     Raises `ConfigError` for a plan that does not fit, with the numbers of ranks that would. Collective if weights came
     with the model.
     """
     model = blueprint.model
-    tensor = TensorParallel(axis, streams, sequence=sequence)
+    tensor = TensorParallel(axis, streams, sequence=options.sequence_parallel)
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters()) if name]
-    chosen = choose(plan, names, own)
+    chosen = choose(plan, names, options.plan)
     if axis.size == 1:
         return blueprint, tensor
     _refuse_compiled(model)

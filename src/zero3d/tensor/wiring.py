@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero3d.errors import ConfigError, UsageError
-from zero3d.stand_in import StandIns
 from zero3d.slicing import Slicing
+from zero3d.stand_in import StandIns
 from zero3d.tensor.linear import Column, Door
 from zero3d.tensor.modules import (
     ColumnPart,
@@ -21,6 +21,7 @@ from zero3d.tensor.modules import (
 )
 from zero3d.tensor.plan import Chosen
 from zero3d.tensor.shapes import COLUMNS, ROWS, first_name, is_transposed, module_at
+from zero3d.tensor.unnamed import Unnamed
 
 OUTPUTS = {"vocab": "logits", "colwise_gather_output": "whole"}
 """What becomes of a column's outputs; of all others they stay cut."""
@@ -43,8 +44,10 @@ class Wiring:
         self._blocks = {id(module) for block in blocks for module in block.modules()}
         self._stand_ins = StandIns(model)
         self._hooks: list[RemovableHandle] = []
+        outer: list[str] = []
         if cut.sequence:
             self._refuse_sequence(blocks)
+            outer = [one.path for one in cut.chosen if one.style("sequence_end") or self._is_outer_column(one)]
         linears = [one for one in cut.chosen if one.style(*COLUMNS, *ROWS) and self._is_linear(one)]
         for number, parent in enumerate(dict.fromkeys(one.parent for one in linears)):
             self._wire_linears([one for one in linears if one.parent == parent], number)
@@ -52,6 +55,7 @@ class Wiring:
             self._wire_module(one)
         if cut.sequence:
             self._before(blocks[0], RegionPart(cut, "sequence before the first block", blocks[0]).split)
+            self._refuse_unnamed(blocks[0], outer)
         for name in self._summed(blocks):
             self._sum_gradient(name)
 
@@ -144,6 +148,12 @@ class Wiring:
                 hint="Give the last module that runs on parts of it, such as the norm after the blocks, the style "
                 '"sequence_end" in [parallel.plan]; or "sequence" where an output layer with cut columns comes next.',
             )
+
+    def _refuse_unnamed(self, first: nn.Module, ends: Sequence[str]) -> None:
+        """`ends`: the modules after which the sequence is whole again."""
+        unnamed = Unnamed(self._cut, self._model, self._blocks, self._cut.chosen)
+        self._hooks += [*unnamed.hooks, first.register_forward_pre_hook(unnamed.enter)]
+        self._hooks += [self._model.get_submodule(path).register_forward_hook(unnamed.leave) for path in ends]
 
     def _is_outer_column(self, one: Chosen) -> bool:
         """Whether it is a linear layer outside the blocks whose input is gathered where the sequence is cut."""

@@ -122,15 +122,17 @@ class Lane:
         with torch._C.DisableTorchFunctionSubclass():  # parameters may be released, and guarded, by now
             copied: tuple[list[Tensor], list[Tensor]] = [], []
             added: tuple[list[Tensor], list[Tensor]] = [], []
+            into = self._collecting() if counts and self._waiting else []
+            all_add = self.kept is not None and not self._first
             for index in self._waiting:
-                gradient, self._parameters[index].grad = self._parameters[index].grad, None
+                parameter = self._parameters[index]
+                gradient, parameter.grad = parameter.grad, None
                 if gradient is None or not counts:  # it came twice, and is one by now
                     continue
                 if gradient.layout is not torch.strided:
                     gradient = gradient.to_dense()
-                adds = index in self._collected or (self.kept is not None and not self._first)
-                parts, gradients = added if adds else copied
-                parts.append(self._collecting(index))
+                parts, gradients = added if all_add or index in self._collected else copied
+                parts.append(into[index])
                 gradients.append(gradient)
                 self._collected.add(index)
                 self.arrivals[index] += 1
@@ -144,14 +146,14 @@ class Lane:
         """The sums of micro-batches of these parameters begin anew."""
         for index, slot in enumerate(self.bucket.slots):
             if self.kept is not None and slot.name in names:
-                self._collecting(index).zero_()
+                self._collecting()[index].zero_()
 
     def close(self) -> None:
         """What did not arrive is zero."""
         if len(self._collected) < len(self._came) and (self.kept is None or self._first):
-            for index in range(len(self._came)):
+            for index, part in enumerate(self._collecting()):
                 if index not in self._collected:
-                    self._collecting(index).zero_()
+                    part.zero_()
         if self._came != self._expected:
             self._expected = [max(came, before) for came, before in zip(self._came, self._expected)]
 
@@ -188,14 +190,14 @@ class Lane:
         """Where the sum over ranks lands."""
         return self.kept if self._at_once and self.kept is not None else self.landing
 
-    def _collecting(self, index: int) -> Tensor:
-        """Where a parameter's gradient is collected."""
+    def _collecting(self) -> list[Tensor]:
+        """Where the parameters' gradients are collected."""
         if self._parts is None:
             in_place = self._lands_whole and self._first
             self._buffer = self.landing if in_place else self._pool.take(self.bucket.numel, self.wire, self._key)
             key = self._buffer.data_ptr()  # the pool's few buffers come again and again
             self._parts = self._parts_of.get(key) or self._parts_of.setdefault(key, self._cut(self._buffer))
-        return self._parts[index]
+        return self._parts
 
     def _cut(self, flat: Tensor) -> list[Tensor]:
         """The slots of `flat`, each in its parameter's shape."""

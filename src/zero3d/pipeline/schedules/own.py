@@ -10,11 +10,12 @@ lines, and what follows a #, are left out.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from zero3d.errors import ConfigError
 from zero3d.pipeline.action import Action, Kind, read, written
 from zero3d.pipeline.legal import check as check_legal
-from zero3d.pipeline.schedules.registry import Named
+from zero3d.pipeline.schedules.registry import Named, named
 
 FORMS = "Write F, B, I or W and the micro-batch, as in F0, or with the stage, as in F0.2: micro-batch 0 in stage 2."
 
@@ -33,6 +34,12 @@ class OwnSchedule(Named):
     def num_micro_batches(self) -> int:
         return 1 + max(action.micro_batch for actions in self.ranks for action in actions)
 
+    def check_stages(self, stages: int, ranks: int) -> None:
+        self.check(stages, ranks, self.num_micro_batches)
+
+    def splits_backward(self, stages: int, ranks: int) -> bool:
+        return any(action.kind is Kind.WEIGHT for actions in self.ranks for action in actions)
+
     def usual_ranks(self, stages: int) -> int:
         return len(self.ranks)
 
@@ -43,6 +50,18 @@ class OwnSchedule(Named):
                 f"{self.name} is not for {stages} stages, {ranks} ranks and {micro_batches} micro-batches",
                 hint="It is for {} stages, {} ranks and {} micro-batches.".format(*found),
             )
+
+
+def find(name: str) -> Named:
+    """The schedule of that name, or in the text file of that name (.txt). Raises `ConfigError`."""
+    if not name.endswith(".txt"):
+        return named(name)
+    try:
+        return parse(Path(name).read_text(encoding="utf-8"), name)
+    except UnicodeDecodeError:
+        raise ConfigError("this is no text", where=name, hint=FORMS) from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {name}: {error.strerror}", hint="Is the path right?") from None
 
 
 def parse(text: str, name: str) -> OwnSchedule:

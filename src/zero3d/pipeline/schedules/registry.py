@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from zero3d.errors import ConfigError
-from zero3d.pipeline.action import Action
+from zero3d.pipeline.action import Action, Kind
 from zero3d.pipeline.schedules.accumulate import accumulate
 from zero3d.pipeline.schedules.gpipe import gpipe
 from zero3d.pipeline.schedules.interleaved import interleaved
@@ -30,6 +30,14 @@ class Named:
         """The actions of each rank, in order. Raises `ConfigError` for numbers that `check` refuses."""
         self.check(stages, ranks, micro_batches)
         return self.make(stages, ranks, micro_batches)
+
+    def check_stages(self, stages: int, ranks: int) -> None:
+        """`check`, where the number of micro-batches is not known yet."""
+        self.check(stages, ranks, ranks)
+
+    def splits_backward(self, stages: int, ranks: int) -> bool:
+        """Whether gradients of weights are actions of their own."""
+        return any(action.kind is Kind.WEIGHT for action in self.actions(stages, ranks, ranks)[0])
 
     def usual_ranks(self, stages: int) -> int:
         """How many ranks `stages` stages are for, where nobody says: two stages a rank where any number will do."""

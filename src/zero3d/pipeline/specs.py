@@ -1,0 +1,48 @@
+"""What modules give, described in JSON: dicts, tuples and lists of tensors, numbers, text and None.
+
+{"tensor": [name, shape, dtype, needs gradient]}, {"list" | "tuple" | "dict": ...} or {"value": ...}
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero3d.errors import UsageError
+
+Spec = Any
+
+
+def describe(value: Any, name: str, tensors: dict[str, Tensor]) -> Spec:
+    """`value`, whose tensors go into `tensors` under names that begin with `name`. Raises `UsageError` for what is none
+    of these."""
+    if isinstance(value, Tensor):
+        tensors[name] = value
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"tensor": [name, list(value.shape), dtype, value.requires_grad]}
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: describe(one, f"{name}.{key}", tensors) for key, one in value.items()}}
+    if type(value) in (list, tuple):
+        members = [describe(one, f"{name}.{index}", tensors) for index, one in enumerate(value)]
+        return {type(value).__name__: members}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"value": value}
+    raise UsageError(
+        f"{name.partition('#')[0]} gives a {type(value).__name__}, which cannot cross a pipeline stage's boundary",
+        hint="Blocks may give tensors, numbers, text and None, in tuples, lists and dicts.",
+    )
+
+
+def rebuild(spec: Spec, tensor: Callable[[str, tuple[int, ...], torch.dtype, bool], Any]) -> Any:
+    """What `spec` describes, with what `tensor` gives for each tensor's description."""
+    ((kind, value),) = spec.items()
+    if kind == "tensor":
+        name, shape, dtype, needs_gradient = value
+        return tensor(name, tuple(shape), getattr(torch, dtype), needs_gradient)
+    if kind == "dict":
+        return {key: rebuild(one, tensor) for key, one in value.items()}
+    if kind in ("list", "tuple"):
+        members = [rebuild(one, tensor) for one in value]
+        return tuple(members) if kind == "tuple" else members
+    return value

@@ -1,0 +1,78 @@
+"""One traced step drawn below its plan, in the manner of `zero3d show schedule --picture` and in one scale. Pure."""
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from zero3d.pipeline.action import Kind
+from zero3d.pipeline.picture import CELL, LABEL, MARGIN, ROW, svg_legend, svg_row, svg_times
+from zero3d.pipeline.simulate import Timeline
+from zero3d.trace.span import Trace
+from zero3d.trace.timelines import began, measured, middle_step, pipeline_of, planned
+
+LEAST = 1000
+"""Pixels of the longer of the two, at least; where there are many actions it is wider."""
+UPDATE = "#c9b8e8"
+
+
+def svg(trace: Trace, title: str) -> str:
+    """A picture of the traced step that took neither longest nor shortest; times are in milliseconds."""
+    step = middle_step(trace)
+    plan, found = planned(trace), measured(trace, step)
+    updates = _updates(trace, step)
+    end = max(found.makespan, *(end for _, end in updates))
+    longest = max(plan.makespan, end)
+    scale = max(LEAST, CELL * max(map(len, found.ranks))) / longest
+    below = 2.5 * ROW
+    panel = below + len(plan.ranks) * ROW
+    width, height = LABEL + longest * scale + 2 * MARGIN, 2 * ROW + 2 * panel + 2.5 * ROW
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+            'font-family="system-ui, sans-serif" font-size="12">',
+            '<rect width="100%" height="100%" fill="white"/>',
+            f'<text x="{MARGIN}" y="{ROW}" font-size="14" font-weight="bold" fill="#222">{escape(title)}</text>',
+            *_panel(trace, plan, "planned with the mean time of each kind and stage", 2 * ROW, scale, plan.makespan),
+            *_panel(trace, found, f"measured, step {step}", 2 * ROW + panel, scale, end),
+            *_drawn(updates, 3 * ROW + panel, scale),
+            *_legend(plan, 2 * ROW + 2 * panel),
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def _panel(trace: Trace, timeline: Timeline, what: str, y: float, scale: float, end: float) -> Iterator[str]:
+    told = f"{what}: {timeline.makespan:.4g} ms, bubble {timeline.bubble:.1%}"
+    yield f'<text x="{MARGIN}" y="{y + ROW * 0.66:.1f}" fill="#222">{escape(told)}</text>'
+    for row, (rank, runs) in enumerate(zip(pipeline_of(trace), timeline.ranks, strict=True)):
+        yield from svg_row(rank, runs, y + (1 + row) * ROW, scale, end)
+    yield from svg_times(end, y + (1 + len(timeline.ranks)) * ROW + MARGIN, scale)
+
+
+def _updates(trace: Trace, step: int) -> list[tuple[float, float]]:
+    """When each rank's began and ended, in milliseconds of the measured timeline; zeros where there was none."""
+    zero, none = began(trace, step), (0.0, 0.0)
+    return [
+        next((((one.start - zero) * 1e3, (one.end - zero) * 1e3) for one in trace.of(rank, "update", step)), none)
+        for rank in pipeline_of(trace)
+    ]
+
+
+def _drawn(updates: Sequence[tuple[float, float]], y: float, scale: float) -> Iterator[str]:
+    for row, (start, end) in enumerate(updates):
+        yield (
+            f"<g><title>update, {start:g} to {end:g}</title>"
+            f'<rect x="{LABEL + start * scale:.1f}" y="{y + row * ROW + 1}" width="{(end - start) * scale:.1f}" '
+            f'height="{ROW - 2}" rx="2" stroke="white" fill="{UPDATE}"/></g>'
+        )
+
+
+def _legend(timeline: Timeline, y: float) -> Iterator[str]:
+    found = {run.action.kind for runs in timeline.ranks for run in runs}
+    kinds = [kind for kind in Kind if kind in found]
+    yield from svg_legend(kinds, y)
+    x = LABEL + 170 * len(kinds)
+    yield f'<rect x="{x}" y="{y}" width="18" height="18" rx="2" fill="{UPDATE}"/>'
+    yield f'<text x="{x + 24}" y="{y + 13}" fill="#222">update</text>'
+    notes = "Milliseconds from the first action. Grey: idle, or waiting for another stage."
+    yield f'<text x="{LABEL}" y="{y + 1.5 * ROW}" fill="#666">{notes}</text>'
