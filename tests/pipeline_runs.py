@@ -115,7 +115,9 @@ def train(run: Run) -> Trace:
     batches = tiny.batches(STEPS, run.micro_batches * engine.dp_size)
     reports = [engine.step(tiny.part(batch, engine.dp_index, engine.dp_size)) for batch in batches]
     gradients = {name: engine.grad_of(name) for name in LOOKED_AT}
-    trace = Trace([one.loss for one in reports], [one.grad_norm for one in reports], engine.full_state_dict(), gradients)
+    trace = Trace(
+        [one.loss for one in reports], [one.grad_norm for one in reports], engine.full_state_dict(), gradients
+    )
     engine.close()
     return trace
 

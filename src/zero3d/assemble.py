@@ -26,6 +26,7 @@ from zero3d.pipeline.tied import Tied
 from zero3d.precision import Scaler, dtypes_for
 from zero3d.randomness import Randomness
 from zero3d.recompute import Recomputed, recompute
+from zero3d.tensor.partial import Partial
 from zero3d.tensor.split import TensorParallel, split
 from zero3d.zero.levels import gathers, options_for, replica_for
 from zero3d.zero.replica import ZeroReplica
@@ -41,6 +42,7 @@ class Parts:
     axes: Sequence[RecordedAxis]
     axis: RecordedAxis
     model_axis: Axis
+    everyone: Axis
     device: torch.device
     pipeline: Pipeline
     tensor: TensorParallel
@@ -50,7 +52,7 @@ class Parts:
     counts_norms: bool
     uncounted: frozenset[str]
     speaks: bool
-    tied: Tied
+    sums: Sequence[Tied | Partial]
     optimizer: ShardedOptimizer
     scaler: Scaler
     clip_norm: float
@@ -106,6 +108,7 @@ def assemble(
         axes=tuple(mesh.axes.values()),
         axis=axis,
         model_axis=mesh.model,
+        everyone=mesh.everyone,
         device=device,
         pipeline=pipeline,
         tensor=tensor,
@@ -115,7 +118,7 @@ def assemble(
         counts_norms=mesh.counts_norms,
         uncounted=frozenset(name for name, counted in counts.items() if not counted),
         speaks=pipeline.speaks and mesh.axes["tp"].index == 0,
-        tied=Tied(mesh.axes["pp"], shared, replica.shards),
+        sums=(tensor.partial(replica.shards), Tied(mesh.axes["pp"], shared, replica.shards)),
         optimizer=ShardedOptimizer(assignment, replica.shards, mesh.sharding),
         scaler=scaler,
         clip_norm=config.optimizer.clip_norm,

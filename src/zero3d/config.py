@@ -176,10 +176,11 @@ class Zero(Section):
     """When gradients are reduced: once a step (default at levels 0 and 1) or once a micro-batch (2 and 3)."""
     overlap: bool = True
     """Reductions and gathers run while the model computes; off, each is waited for at once."""
-    keep_gathered: Annotated[tuple[str, ...], FromList] = ()
+    keep_gathered: Annotated[tuple[str, ...], FromList] | Literal["step"] = ()
     """Level 3: patterns of names of parameters that are gathered at the start of each forward and of each backward,
     whichever modules run: for blocks that some ranks leave out, or run in another order. What shares a bucket with
-    them is gathered too. At levels 0 to 2 ranks may run different modules as it is, and the key changes nothing."""
+    them is gathered too. "step": all stay from their first use to the end of the step, whatever the number of
+    micro-batches. At levels 0 to 2 ranks may run different modules as it is, and the key changes nothing."""
     whole_parameters: Annotated[tuple[str, ...], FromList] = ()
     """Patterns of names of parameters whose optimizer state stays whole on one rank, for optimizers that look at whole
     matrices, such as Muon or Adafactor; "auto" stands for those whose optimizer does."""

@@ -27,6 +27,7 @@ from zero3d.layout import Layout
 from zero3d.optim.learning_rate import factor
 from zero3d.params import ParamInfo
 from zero3d.pipeline.calling import Call, split
+from zero3d.pipeline.cut import Stages
 from zero3d.pipeline.same import refuse_other_data
 from zero3d.pipeline.uneven import Mine, Padding, even_out, own, together
 from zero3d.precision import native_bf16
@@ -150,6 +151,11 @@ class Engine:
     def parameters(self) -> list[ParamInfo]:
         """What the model's parameters are, each once, whatever this rank holds of them."""
         return list(self._parts.infos)
+
+    @property
+    def stages(self) -> Stages:
+        """Which index on pp has what of the model."""
+        return self._parts.pipeline.stages
 
     @property
     def notice(self) -> str:

@@ -38,7 +38,8 @@ def train_step(
     parts.pipeline.settle()
     parts.scaler.share(parts.speaks, parts.model_axis, parts.device)
     shards = parts.replica.finish()
-    parts.replica.has_changed(parts.tied.add_up())
+    for shared in parts.sums:
+        parts.replica.has_changed(shared.add_up())
 
     totals = agree(_mine(parts), parts.axis, parts.model_axis, parts.device)
     divisor = max(totals.count, 1) * parts.scaler.scale

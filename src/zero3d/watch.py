@@ -35,8 +35,8 @@ def first_non_finite(parts: Parts, micro_batches: Sequence[Batch], step: int) ->
         said.append(f"it began in the forward of {modules[0]}")
     elif gradients:
         said.append(f"forward was finite, it began in the backward of {gradients[0].rpartition('.')[0] or 'the model'}")
-    mine = f"rank {parts.axis.index}: {', '.join(said)}" if said else ""
-    return [text for text in everyones_text(mine, parts.axis, parts.device, "what went wrong") if text]
+    mine = f"rank {parts.everyone.index}: {', '.join(said)}" if said else ""
+    return [text for text in everyones_text(mine, parts.everyone, parts.device, "what went wrong") if text]
 
 
 @contextmanager

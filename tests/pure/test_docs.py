@@ -24,7 +24,7 @@ DOCTESTS = [
     *(f"pipeline.schedules.{name}" for name in ("accumulate", "gpipe", "one_f_one_b", "placement", "zero_bubble")),
     "planner.memory",
 ]
-MADE_BY_RUNS = {"config.toml"}
+MADE_BY_RUNS = {"config.toml", "timeline.svg"}
 
 
 def test_the_page_of_options_is_what_its_script_makes() -> None:

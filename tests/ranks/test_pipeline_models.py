@@ -224,7 +224,9 @@ def train_all(runs: Sequence[tuple[Any, ...]]) -> list[Trace]:
 
 def plainly(name: str) -> reference.Trace:
     # Micro-batches as above: the side losses are sums of means.
-    steps = [[{key: value[at : at + 2] for key, value in batch.items()} for at in range(0, 7, 2)] for batch in batches()]
+    steps = [
+        [{key: value[at : at + 2] for key, value in batch.items()} for at in range(0, 7, 2)] for batch in batches()
+    ]
     return reference.train(made(name), loss, adamw, steps, call=call)
 
 

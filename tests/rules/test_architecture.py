@@ -27,6 +27,7 @@ PURE = [
     "comm/bucket.py",
     *(f"pipeline/{name}.py" for name in ("action", "bubbles", "legal", "partition", "picture", "simulate")),
     *(name for name in NAMES if name.startswith(("pipeline/schedules/", "planner/"))),
+    *(f"trace/{name}.py" for name in ("span", "chrome", "timelines", "picture")),
     "optim/clip.py",
     "optim/learning_rate.py",
     *(f"data/{name}.py" for name in ("sources", "tokenizers", "tokens", "prepare", "permutation", "byte_models")),
@@ -34,7 +35,7 @@ PURE = [
 """Parts without tensors and process groups."""
 
 ALLOWED = {
-    "comm": ["comm", "contracts", "errors", "layout", "mapped"],
+    "comm": ["comm", "contracts", "errors", "layout", "mapped", "unwatched"],
     "zero": [
         "zero",
         "comm",
@@ -63,10 +64,34 @@ ALLOWED = {
         "zero.guard",
         "zero.shard",
     ],
-    "tensor": ["tensor", "blueprint", "config", "contracts", "errors", "models.losses", "params", "slicing", "stand_in"],
+    "tensor": [
+        "tensor",
+        "blueprint",
+        "config",
+        "contracts",
+        "errors",
+        "models.losses",
+        "params",
+        "slicing",
+        "stand_in",
+        "zero.shard",
+    ],
     "planner": ["planner", "config", "errors", "layout"],
     "data": ["data", "config", "errors"],
     "models": ["models", "blueprint", "config", "errors"],
+    "trace": [
+        "trace",
+        "comm.done",
+        "comm.texts",
+        "contracts",
+        "engine",
+        "layout",
+        "pipeline.action",
+        "pipeline.picture",
+        "pipeline.simulate",
+        "records",
+        "unwatched",
+    ],
 }
 """Package -> the parts of zero3d that it may import. Each parallelism knows an axis, and none of the others."""
 

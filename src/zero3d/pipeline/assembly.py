@@ -52,6 +52,8 @@ class Pipeline:
         self._call = call
         self._gates = Gates(model, stages.gates)
         self._deferral = Deferral()
+        self._plan: Sequence[Sequence[Action]] = ()
+        self._planned = 0
         self._agreed = stages.number == 1
         self.root = model if stages.number == 1 else StageModel(model, self._gates, call)
 
@@ -88,8 +90,12 @@ class Pipeline:
 
     def actions(self, micro_batches: int) -> Sequence[Action]:
         """Of this rank in one step."""
-        ranks = self._axis.size
-        return self._schedule.actions(self.stages.number, ranks, micro_batches)[self._axis.index]
+        if micro_batches != self._planned:
+            self._plan = self._schedule.actions(self.stages.number, self._axis.size, micro_batches)
+            self._planned = micro_batches
+            for boundary in self._boundaries():
+                boundary.follow(self._plan[boundary.peer])
+        return self._plan[self._axis.index]
 
     def settle(self) -> None:
         """All that was sent has arrived."""

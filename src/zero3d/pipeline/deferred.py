@@ -18,8 +18,9 @@ from zero3d.stand_in import StandIns
 
 @dataclass(frozen=True, eq=False)
 class Half:
-    """The gradient of `weight` that is still to be computed; `weight` is what a forward used."""
+    """The gradient of `weight` that is still to be computed; `weight` is what a forward used of `owner`."""
 
+    owner: Tensor
     weight: Tensor
     x: Tensor
     gradient: Tensor
@@ -59,11 +60,23 @@ class Deferral:
             one.close()
 
 
-def finish(halves: Sequence[Half]) -> None:
-    """Computes what was left for later: gradients reach their parameters as in any backward."""
+def finish(halves: list[Half]) -> None:
+    """Computes what was left for later, and empties the list as it goes: gradients reach their parameters as in any
+    backward. Those of a weight that was used several times are added first, as autograd does."""
+    used: dict[int, list[Half]] = {}
     for half in halves:
-        rows = _rows(half.gradient)
-        torch.autograd.backward([half.weight], [rows.t() @ _rows(half.x)])
+        used.setdefault(id(half.owner), []).append(half)
+    halves.clear()
+    while used:
+        same = used.pop(next(iter(used)))
+        weight, total = same[0].weight, _of_weight(same.pop(0))
+        while same:
+            total += _of_weight(same.pop(0))
+        torch.autograd.backward([weight], [total])
+
+
+def _of_weight(half: Half) -> Tensor:
+    return _rows(half.gradient).t() @ _rows(half.x)
 
 
 class _Linear(nn.Module):
@@ -74,15 +87,17 @@ class _Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not (torch.is_grad_enabled() and self.weight.requires_grad):
             return F.linear(x, self.weight, self.bias)
-        used = self.weight.view_as(self.weight)
-        return _Product.apply(x, used, self.bias, self._deferral)  # type: ignore[no-untyped-call, no-any-return]
+        used, owner = self.weight.view_as(self.weight), [self.weight]  # In a list, autograd does not look at it.
+        return _Product.apply(x, used, self.bias, owner, self._deferral)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, owner: list[Tensor], deferral: Deferral
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.deferral, ctx.used = deferral, weight
+        ctx.deferral, ctx.used, (ctx.owner,) = deferral, weight, owner
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -97,8 +112,8 @@ class _Product(torch.autograd.Function):
         if ctx.deferral.halves is None:
             of_weight = rows.t() @ _rows(x)
         else:
-            ctx.deferral.halves.append(Half(ctx.used, x, gradient))
-        return of_x, of_weight, of_bias, None
+            ctx.deferral.halves.append(Half(ctx.owner, ctx.used, x, gradient))
+        return of_x, of_weight, of_bias, None, None
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -2,7 +2,10 @@
 
 A forward carries the tensors that later stages need (mostly one: what the last block gave), a backward their gradients.
 Both sides know names, shapes and dtypes from a header, which the sender sends along whenever the micro-batch has shapes
-that it did not have before. Sends never wait: their tensors are kept until `settle`.
+that it did not have before.
+
+Sends never wait: what is sent is kept until it is known to have arrived. A forward's has when its gradients come back,
+a backward's when a forward comes that the other side made after it, and all else is waited for by `settle`.
 """
 
 import json
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from zero3d.contracts import Axis, Pending
 from zero3d.errors import UsageError
+from zero3d.pipeline.action import Action, Kind
 from zero3d.pipeline.specs import Spec
 
 Signature = tuple[Any, ...]
@@ -53,19 +57,31 @@ class Boundary:
     def __init__(self, axis: Axis, stage: int, here: int, peer: int, device: torch.device) -> None:
         self.stage = stage
         self.names: Sequence[str] | None = None
+        self.peer = peer
         self._axis = axis
-        self._peer = peer
         self._is_local = here == peer
         self._device = device
         self._headers: dict[Signature, Header] = {}
         self._here: dict[str, list[Tensor]] = {}
-        self._sent: list[tuple[Pending, Tensor]] = []
+        self._sent: dict[str, list[tuple[Pending, Tensor]]] = {}
+        self._taken: dict[int, Sequence[int]] = {}
         self._coming: dict[str, list[tuple[Pending, Tensor]]] = {}
 
     def carry(self, names: Sequence[str] | None) -> None:
         """From now on these; None: everything."""
         self.names = names
         self._headers.clear()
+
+    def follow(self, actions: Sequence[Action]) -> None:
+        """What the other side's rank does in a step, in order: a forward that comes from it tells that the gradients of
+        its backwards before that one have arrived there."""
+        self._taken = {}
+        taken: list[int] = []
+        for action in actions:
+            if action.stage == self.stage and action.kind is Kind.FORWARD:
+                self._taken[action.micro_batch], taken = taken, []
+            elif action.stage == self.stage and action.kind is not Kind.WEIGHT:
+                taken.append(action.micro_batch)
 
     def send(self, number: int, signature: Signature, given: Mapping[str, Tensor], specs: Mapping[str, Spec]) -> None:
         """`given`: all tensors that there are to be carried, by name."""
@@ -98,6 +114,8 @@ class Boundary:
             self._headers[signature] = _read(self._receive_text())
         header = self._headers[signature]
         tensors = self._receive(self._label("F", number), header.carried)
+        for earlier in self._taken.get(number, ()):
+            self._has_arrived(self._label("B", earlier))
         leaves = {one.name: tensor.requires_grad_(one.needs_gradient) for one, tensor in zip(header.carried, tensors)}
         return Arrived(tensors=leaves, specs=header.specs)
 
@@ -119,13 +137,19 @@ class Boundary:
     def receive_gradients(self, number: int, signature: Signature) -> Mapping[str, Tensor]:
         """By the names of what `send` sent."""
         wanted = self.differentiated(signature)
-        return dict(zip([one.name for one in wanted], self._receive(self._label("B", number), wanted)))
+        tensors = self._receive(self._label("B", number), wanted)
+        if wanted:
+            self._has_arrived(self._label("F", number))
+        return {one.name: tensor for one, tensor in zip(wanted, tensors)}
 
     def settle(self) -> None:
         """All that was sent has arrived."""
-        for pending, _ in self._sent:
+        for label in list(self._sent):
+            self._has_arrived(label)
+
+    def _has_arrived(self, label: str) -> None:
+        for pending, _ in self._sent.pop(label, ()):
             pending.wait()
-        self._sent.clear()
 
     def _label(self, kind: str, number: int) -> str:
         return f"{kind}{number} of stage {self.stage if kind == 'F' else self.stage + 1}"
@@ -134,10 +158,11 @@ class Boundary:
         if self._is_local:
             self._here[label] = list(tensors)
             return
+        kept = self._sent.setdefault(label, [])  # A step that ended with an error may have left some.
         for index, tensor in enumerate(tensors):
             if tensor.numel():
                 flat = tensor.contiguous().view(-1)
-                self._sent.append((self._axis.send(flat, self._peer, f"{label}, {index}"), flat))
+                kept.append((self._axis.send(flat, self.peer, f"{label}, {index}"), flat))
 
     def _expect(self, label: str, wanted: Sequence[Carried]) -> None:
         if self._is_local or label in self._coming:
@@ -146,7 +171,7 @@ class Boundary:
         for index, one in enumerate(wanted):
             tensor = torch.empty(one.shape, dtype=one.dtype, device=self._device)
             if tensor.numel():
-                coming.append((self._axis.recv(tensor.view(-1), self._peer, f"{label}, {index}"), tensor))
+                coming.append((self._axis.recv(tensor.view(-1), self.peer, f"{label}, {index}"), tensor))
             else:
                 coming.append((_Nothing(), tensor))
 
@@ -163,14 +188,15 @@ class Boundary:
     def _send_text(self, text: str) -> None:
         data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self._device)
         size = torch.tensor([data.numel()], dtype=torch.int64, device=self._device)
+        kept = self._sent.setdefault("header", [])  # Shapes may be new several times in a step.
         for what, tensor in (("size of header", size), ("header", data)):
-            self._sent.append((self._axis.send(tensor, self._peer, f"{what} of stage {self.stage}"), tensor))
+            kept.append((self._axis.send(tensor, self.peer, f"{what} of stage {self.stage}"), tensor))
 
     def _receive_text(self) -> str:
         size = torch.empty(1, dtype=torch.int64, device=self._device)
-        self._axis.recv(size, self._peer, f"size of header of stage {self.stage}").wait()
+        self._axis.recv(size, self.peer, f"size of header of stage {self.stage}").wait()
         data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-        self._axis.recv(data, self._peer, f"header of stage {self.stage}").wait()
+        self._axis.recv(data, self.peer, f"header of stage {self.stage}").wait()
         return bytes(data.tolist()).decode()
 
 

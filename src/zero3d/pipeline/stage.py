@@ -161,7 +161,7 @@ class ModelStage:
         output = self._compute(batch, run)
         if self.after is not None:
             run.refuse_changed(self.after.names or ())
-            given: dict[str, Tensor] = {**arrived.tensors, **run.given}
+            given: dict[str, Tensor] = {**arrived.tensors, **run.entered, **run.given}
             specs: dict[str, Spec] = {**arrived.specs, **run.made}
             self.after.send(micro_batch, signature, given, specs)
             return Live(signature=signature, outgoing=given, received=arrived.tensors, before=before)

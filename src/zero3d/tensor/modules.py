@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -200,18 +199,3 @@ class RegionPart:
         if isinstance(output, tuple):
             return (change(output[0]), *output[1:])
         return change(output)
-
-
-def whole_gradient(axis: Axis, label: str, holders: range) -> Callable[[Tensor], Tensor]:
-    """A hook of a parameter that `holders` have alike, of whose gradient each has a part of the sum."""
-
-    def add_up(gradient: Tensor) -> Tensor:
-        if len(holders) == axis.size:
-            total = gradient.clone(memory_format=torch.contiguous_format)
-            axis.all_reduce(total.view(-1), f"gradient of {label}").wait()
-            return total
-        every = gradient.new_empty(axis.size, gradient.numel())
-        axis.all_gather(every.view(-1), gradient.contiguous().view(-1), f"gradient of {label}").wait()
-        return every[holders.start : holders.stop].sum(dim=0, dtype=torch.float32).to(gradient).view_as(gradient)
-
-    return add_up

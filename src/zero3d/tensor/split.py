@@ -21,9 +21,11 @@ from zero3d.errors import ConfigError, UsageError
 from zero3d.params import ParamInfo
 from zero3d.slicing import Slicing
 from zero3d.tensor.modules import Streams
+from zero3d.tensor.partial import Partial
 from zero3d.tensor.plan import Chosen, choose
 from zero3d.tensor.shapes import module_at, slicings
 from zero3d.tensor.wiring import Wiring
+from zero3d.zero.shard import Shard
 
 
 class TensorParallel:
@@ -89,6 +91,10 @@ class TensorParallel:
         """From now on `model` computes with parts."""
         if self.active:
             self._wiring = Wiring(self, model, blocks)
+
+    def partial(self, shards: Sequence[Shard]) -> Partial:
+        """What adds up gradients of which each rank has a part."""
+        return Partial(self.axis, self._wiring.summed if self._wiring is not None else {}, shards)
 
     @contextmanager
     def whole(self, model: nn.Module, infos: Iterable[ParamInfo]) -> Iterator[None]:

@@ -17,7 +17,6 @@ from zero3d.tensor.modules import (
     RegionPart,
     RowPart,
     StandIn,
-    whole_gradient,
 )
 from zero3d.tensor.plan import Chosen
 from zero3d.tensor.shapes import COLUMNS, ROWS, first_name, is_transposed, module_at
@@ -36,7 +35,10 @@ class Split(Cuts, Protocol):
 
 
 class Wiring:
-    """Of one model, until it is closed."""
+    """Of one model, until it is closed.
+
+    summed: parameters that several ranks hold alike while each computes a part of the gradient's sum -> these ranks
+    """
 
     def __init__(self, cut: Split, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         self._cut = cut
@@ -56,8 +58,7 @@ class Wiring:
         if cut.sequence:
             self._before(blocks[0], RegionPart(cut, "sequence before the first block", blocks[0]).split)
             self._refuse_unnamed(blocks[0], outer)
-        for name in self._summed(blocks):
-            self._sum_gradient(name)
+        self.summed = {name: self._holders(name) for name in self._summed(blocks)}
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -164,7 +165,7 @@ class Wiring:
         return any(one.style("whole") and one.holds(path) for one in self._cut.chosen)
 
     def _summed(self, blocks: Sequence[nn.Module]) -> list[str]:
-        """Parameters that several ranks hold alike while each computes a part of the gradient's sum."""
+        """Names of parameters."""
         cut = self._cut
         partial: set[int] = set()
         looked_after: set[int] = set()
@@ -188,9 +189,6 @@ class Wiring:
             or (name in cut.slicings and cut.slicings[name].copies > 1)
         ]
 
-    def _sum_gradient(self, name: str) -> None:
+    def _holders(self, name: str) -> range:
         axis, slicing = self._cut.axis, self._cut.slicings.get(name)
-        holders = range(axis.size) if slicing is None else slicing.holders(axis.index)
-        parameter = self._model.get_parameter(name)
-        if parameter.requires_grad:
-            self._hooks.append(parameter.register_hook(whole_gradient(axis, name, holders)))
+        return range(axis.size) if slicing is None else slicing.holders(axis.index)

@@ -1,8 +1,8 @@
 """A trace in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open. Pure.
 
-A process is a rank. Its first thread has steps, actions, updates and, within them, waits; then each axis has a thread
-of calls, and further ones where several are under way at a time, as slices of one thread must not overlap. Arrows lead
-from sends to what receives them.
+A process is a rank. Its first thread has steps, actions, the update and, within them, waits; then each axis has a
+thread of calls, and further ones where several are under way at a time, as slices of one thread must not overlap.
+Arrows lead from sends to what receives them.
 """
 
 import json

@@ -52,10 +52,11 @@ def _panel(trace: Trace, timeline: Timeline, what: str, y: float, scale: float, 
 def _updates(trace: Trace, step: int) -> list[tuple[float, float]]:
     """When each rank's began and ended, in milliseconds of the measured timeline; zeros where there was none."""
     zero, none = began(trace, step), (0.0, 0.0)
-    return [
-        next((((one.start - zero) * 1e3, (one.end - zero) * 1e3) for one in trace.of(rank, "update", step)), none)
-        for rank in pipeline_of(trace)
-    ]
+    found = []
+    for rank in pipeline_of(trace):
+        updates = (part for part in trace.of(rank, "part", step) if part.what == "update")
+        found.append(next((((one.start - zero) * 1e3, (one.end - zero) * 1e3) for one in updates), none))
+    return found
 
 
 def _drawn(updates: Sequence[tuple[float, float]], y: float, scale: float) -> Iterator[str]:
@@ -71,8 +72,10 @@ def _legend(timeline: Timeline, y: float) -> Iterator[str]:
     found = {run.action.kind for runs in timeline.ranks for run in runs}
     kinds = [kind for kind in Kind if kind in found]
     yield from svg_legend(kinds, y)
-    x = LABEL + 170 * len(kinds)
+    x = LABEL + 170 * len(kinds) + MARGIN
     yield f'<rect x="{x}" y="{y}" width="18" height="18" rx="2" fill="{UPDATE}"/>'
     yield f'<text x="{x + 24}" y="{y + 13}" fill="#222">update</text>'
     notes = "Milliseconds from the first action. Grey: idle, or waiting for another stage."
+    if any(len({run.action.stage for run in runs}) > 1 for runs in timeline.ranks):
+        notes += " Darker: a later stage of the rank."
     yield f'<text x="{LABEL}" y="{y + 1.5 * ROW}" fill="#666">{notes}</text>'

@@ -49,7 +49,7 @@ class Recorder:
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        with self._timed("update", what, {}):
+        with self._timed("part", what, {}):
             yield
 
     def calling(self, axis: str, verb: str, label: str, nbytes: int) -> Watched:

@@ -7,16 +7,16 @@ from typing import Literal
 from zero3d.layout import Layout
 from zero3d.pipeline.action import Action, Kind
 
-Sort = Literal["step", "action", "update", "wait", "call"]
+Sort = Literal["step", "action", "part", "wait", "call"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
     """Something that a rank did, or had under way, from `start` to `end`, in seconds.
 
-    sort: an action of the schedule, the update, the whole step; a call on an axis from its issue to the end of its
-    wait (a send: the issue alone), or that wait, which is time of the actions. step: counted from 1; a call's is the
-    one that issued it. axis: of calls and waits. facts: what else is known.
+    sort: an action of the schedule, another part of the step, or all of it; a call on an axis from its issue to the
+    end of its wait (a send: the issue alone), or that wait, which is time of the actions. step: counted from 1; a
+    call's is the one that issued it. axis: of calls and waits. facts: what else is known.
     """
 
     what: str

@@ -43,7 +43,8 @@ class Place:
 class GatheredWeights:
     """`Weights` that are gathered for each use and released after it."""
 
-    def __init__(self, axis: Axis, pool: Pool, *, prefetch: int, overlap: bool) -> None:
+    def __init__(self, axis: Axis, pool: Pool, *, prefetch: int, overlap: bool, keeps: bool = False) -> None:
+        """`keeps`: what a training forward gathers stays until the end of the step."""
         self._axis = axis
         self._pool = pool
         self._overlap = overlap
@@ -53,6 +54,8 @@ class GatheredWeights:
         self._places_of: dict[Names, Sequence[Place]] = {}
         self._uses: Uses | None = None
         self._lingering: Place | None = None
+        self._keeps = keeps
+        self._kept: set[Place] = set()
 
     def adopt(
         self, bucket: Bucket, parameters: Sequence[tuple[str, nn.Parameter]], initial: Tensor, dtype: torch.dtype
@@ -104,6 +107,10 @@ class GatheredWeights:
         for place in self._places.values():
             self._forget(place)
 
+    def end_step(self) -> None:
+        while self._kept:
+            self._drop(self._kept.pop())
+
     def open(self) -> None:
         for place in self._places.values():
             self._hold(place)
@@ -133,6 +140,9 @@ class GatheredWeights:
             place.users += 1
             if not place.window.shown:
                 self._start(place)
+        if self._keeps and torch.is_grad_enabled():
+            for place in places:
+                self._keep(place)
         for place in places:
             if place.coming is not None:
                 self._ready(place)
@@ -163,6 +173,11 @@ class GatheredWeights:
     def _hold(self, place: Place) -> None:
         place.users += 1
         self._start(place)
+
+    def _keep(self, place: Place) -> None:
+        if place not in self._kept:
+            self._kept.add(place)
+            place.users += 1
 
     def _ready(self, place: Place) -> None:
         if place.coming is not None:

@@ -55,6 +55,10 @@ class Weights(Protocol):
         """A backward is over: nothing is kept for it any longer."""
         ...
 
+    def end_step(self) -> None:
+        """All gradients of the step are there: nothing is kept for it any longer."""
+        ...
+
     def open(self) -> None:
         """All parameters are whole until `close`."""
         ...

@@ -45,6 +45,7 @@ class Options:
     overlap: bool
     reduce_every_turn: bool
     keep_gathered: tuple[str, ...]
+    keeps_gathered: bool
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Level:
 
 
 def _gathered(axis: Axis, pool: Pool, options: Options) -> Weights:
-    return GatheredWeights(axis, pool, prefetch=options.prefetch, overlap=options.overlap)
+    return GatheredWeights(axis, pool, prefetch=options.prefetch, overlap=options.overlap, keeps=options.keeps_gathered)
 
 
 def _published(axis: Axis, pool: Pool, options: Options) -> Weights:
@@ -99,7 +100,8 @@ def options_for(config: Config) -> Options:
         prefetch=zero.prefetch,
         overlap=zero.overlap,
         reduce_every_turn=zero.reduce == "micro-batch",
-        keep_gathered=zero.keep_gathered,
+        keep_gathered=() if zero.keep_gathered == "step" else zero.keep_gathered,
+        keeps_gathered=zero.keep_gathered == "step",
     )
 
 

@@ -79,6 +79,9 @@ class PublishedWeights:
     def end_turn(self) -> None:
         return None
 
+    def end_step(self) -> None:
+        return None
+
     def open(self) -> None:
         for bucket in list(self._coming):
             self._receive(bucket)

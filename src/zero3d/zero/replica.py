@@ -85,6 +85,7 @@ class ZeroReplica:
 
     def finish(self, *, keep: bool = False) -> Sequence[Shard]:
         spreading = self._reducer.finish()
+        self._weights.end_step()
         if not keep:
             self._weights.end_turn()  # A forward that ended with an error may have left some in use.
         for _, shard, lane in self._trained:

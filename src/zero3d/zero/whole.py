@@ -47,6 +47,9 @@ class WholeWeights:
     def end_turn(self) -> None:
         return None
 
+    def end_step(self) -> None:
+        return None
+
     def open(self) -> None:
         return None
 
