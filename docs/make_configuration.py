@@ -27,7 +27,6 @@ A configuration is a TOML file with the sections below. Every key has a default,
   another key. That happens before any rank starts where it can be known there, with exit code 2 and values that work.
 - `"auto"` and keys left out are resolved before the first step. The screen shows the result, and `config.toml` in
   the run's folder has every key of it.
-- Version 0.1 has no pipeline parallelism: `parallel.pp` is 1, and another value is refused.
 
 `zero3d.Engine` is given model, loss, optimizer and batches by the caller. What is left to the configuration then:
 `run.seed`, `run.steps` (for the schedule) and `run.timeout_seconds`; `model.blocks`; of `[optimizer]` the schedule and

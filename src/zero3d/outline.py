@@ -51,18 +51,25 @@ class Outline:
 
     def blocks_of(self, pp: int) -> list[range]:
         """The blocks of each stage that this index on pp has; of a stage without blocks an empty range."""
-        holders = enumerate(self.stages.holders)
-        return [self.stages.blocks[stage] for stage, holder in holders if holder == pp]
+        return self.stages.blocks_of(pp)
 
     def outside_of(self, pp: int) -> list[str]:
         """The modules outside all blocks of which this index on pp has parameters."""
         inside = frozenset[str]().union(*self.blocks.values())
-        names = [info.name for info in self.infos if info.name not in inside and pp in self.stages.ranks_of(info.name)]
+        names = [info.name for info in self._of(pp) if info.name not in inside]
         return list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
+
+    def num_outside(self, pp: int) -> int:
+        """Elements outside all blocks that a rank of this index on pp has, before ZeRO shards them."""
+        inside = frozenset[str]().union(*self.blocks.values())
+        return sum(info.local.numel for info in self._of(pp) if info.name not in inside)
 
     def held(self, pp: int) -> list[ParamInfo]:
         """What a rank of this index on pp has, in its own shapes, before ZeRO shards it."""
-        return [info.local for info in self.infos if pp in self.stages.ranks_of(info.name)]
+        return [info.local for info in self._of(pp)]
+
+    def _of(self, pp: int) -> list[ParamInfo]:
+        return [info for info in self.infos if pp in self.stages.ranks_of(info.name)]
 
 
 def outline(model: nn.Module, config: Config) -> Outline:

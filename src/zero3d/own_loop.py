@@ -74,6 +74,7 @@ def shard(
     tree: dict[str, Any] = config.model_dump(exclude_unset=True) if isinstance(config, Config) else dict(config or {})
     tree["zero"] = {**tree.get("zero", {}), "level": level}
     asked = Config.load(tree)
+    _refuse_unfit(asked)
     if group is None:
         resolved = asked.resolved(ranks_started(), native_bf16(), own_batches=True)
         timeout = timedelta(seconds=resolved.run.timeout_seconds)
@@ -118,7 +119,6 @@ class Sharded:
     """What `shard` returns: the gradients' and the optimizers' side of a sharded model."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, config: Config) -> None:
-        _refuse_unfit(config)
         self._mesh, self._config = mesh, config
         self._optimizers = OwnOptimizers(self._before_step, self._after_step)
         self._count: Tensor | None = None
@@ -258,7 +258,7 @@ class Sharded:
         infos = params.collect(model)
         dtypes.check(infos)
         _, blocks = find_blocks(model, config.model.blocks)
-        recomputed = recompute(model, blocks if config.recompute.mode == "block" else ())
+        recomputed = recompute(model, blocks, config.recompute.mode)
         units = split_units(model, blocks)
         replica = replica_for(options_for(config), mesh.sharding, blueprint, units, dtypes, mesh.device)
         self._optimizers.cut(model, infos, replica.shards, mesh.device)
@@ -372,7 +372,12 @@ class Sharded:
 
 def _refuse_unfit(config: Config) -> None:
     """Settings that a loop of the user's own cannot honour."""
-    precision = config.precision
+    precision, parallel = config.precision, config.parallel
+    if parallel.tp > 1 or parallel.pp > 1:
+        raise ConfigError(
+            f"parallel.tp = {parallel.tp} and parallel.pp = {parallel.pp}: loops of your own shard over dp alone",
+            hint="Use zero3d.Engine for tensor parallelism and pipeline stages.",
+        )
     if precision.compute == "fp16":
         raise ConfigError(
             'precision.compute = "fp16" needs its loss scaled, and here the loss is yours',

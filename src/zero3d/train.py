@@ -21,6 +21,7 @@ from zero3d.data.prepare import Prepared
 from zero3d.data.tokenizers import BYTES, Tokenizer, tokenizer_for
 from zero3d.engine import Engine, StepReport
 from zero3d.models.gpt import generate
+from zero3d.planner import bubble
 from zero3d.planner.memory import ModelStates, at_each_level
 from zero3d.tensor.loss import next_token_loss
 from zero3d.trace.tracer import Tracer
@@ -34,8 +35,8 @@ PROMPT_TOKENS, SAMPLE_TOKENS, TEMPERATURE = 64, 200, 0.7
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What will run, known before the first step. parameters, trainable: of the whole model; predicted: model states
-    of one rank at levels 0 to 3, of what tensor parallelism has left it."""
+    """What will run, known before the first step. parameters, trainable: of the whole model; by index on pp:
+    predicted: model states of its ranks at levels 0 to 3; stages: the blocks of each of its stages."""
 
     config: Config
     world: int
@@ -43,7 +44,8 @@ class Plan:
     parameters: int
     trainable: int
     dtypes: Sequence[tuple[str, str]]
-    predicted: Sequence[ModelStates]
+    predicted: Sequence[Sequence[ModelStates]]
+    stages: Sequence[Sequence[range]]
     train_tokens: int
     train_bytes: int | None
     heldout_windows: int
@@ -146,10 +148,7 @@ def _plan(engine: Engine, prepared: Prepared) -> Plan:
     config, infos = engine.config, engine.parameters
     parameters = sum(info.numel for info in infos)
     trained = sum(info.numel for info in infos if info.trainable)
-    mine = [info.local for info in infos]
-    frozen_here = sum(info.numel for info in mine if not info.trainable)
-    trained_here = sum(info.numel for info in mine if info.trainable)
-    length = config.data.sequence_length
+    stages, length = engine.stages, config.data.sequence_length
     return Plan(
         config=config,
         world=engine.world,
@@ -157,14 +156,22 @@ def _plan(engine: Engine, prepared: Prepared) -> Plan:
         parameters=parameters,
         trainable=trained,
         dtypes=engine.dtype_plan(),
-        predicted=at_each_level(config, trained_here, engine.dp_size, frozen_here),
+        predicted=[_predicted(engine, pp) for pp in range(config.parallel.pp)],
+        stages=[stages.blocks_of(pp) for pp in range(config.parallel.pp)],
         train_tokens=len(prepared.train),
         train_bytes=prepared.train_bytes,
         heldout_windows=min(num_windows(prepared.heldout, length), max(HELDOUT_TOKENS // length, 1)),
         documents=prepared.documents,
         vocabulary=prepared.vocabulary,
-        notice=engine.notice,
+        notice=" ".join(filter(None, (engine.notice, bubble.notice(config)))),
     )
+
+
+def _predicted(engine: Engine, pp: int) -> list[ModelStates]:
+    """Of ranks with this index on pp."""
+    held = [info.local for info in engine.parameters if pp in engine.stages.ranks_of(info.name)]
+    trained, frozen = (sum(info.numel for info in held if info.trainable is kind) for kind in (True, False))
+    return at_each_level(engine.config, trained, engine.dp_size, frozen)
 
 
 def _look_back(

@@ -109,4 +109,4 @@ def test_stages_by_hand_are_checked(numbers: list[int], message: str) -> None:
     assert by_hand([3, 1, 1], 5, 3) == [range(3), range(3, 4), range(4, 5)]
     with pytest.raises(ConfigError, match=message) as error:
         by_hand(numbers, 5, 3)
-    assert error.value.hint == "Such as 2, 2, 1."
+    assert error.value.hint == "Such as [2, 2, 1]."

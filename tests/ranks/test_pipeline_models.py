@@ -1,6 +1,7 @@
 """Models that know nothing of stages, cut into them unedited (C62): each beside a plain loop, and beside no stages.
 
-Bit-equal: all ranks; and what pp = 1 gives, for models without ties and with clipping off. Close (1e-5): the plain loop.
+Bit-equal: all ranks; and what pp = 1 gives, where no two stages have one parameter, clipping off. Close (1e-5): the
+plain loop.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import zero3d
 from tests import reference, tiny
 from tests.pipeline_runs import adamw, assert_close
-from tests.ranks.test_pipeline_models import WIDTH, Trace, batches, call, linear, loss, made
-from tests.world import run_ranks
+from tests.ranks.test_pipeline_models import WIDTH, Trace, batches, call, linear, loss
+from tests.world import RankError, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -99,7 +99,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str]]] = 
     "no blocks": (no_blocks, {}, ["no list of repeated blocks", "model.blocks"]),
     "more stages than blocks": (plain_tiny, {"schedule": "interleaved", "stages_per_rank": 3}, ["4", "6"]),
     "blocks by hand": (plain_tiny, {"stage_blocks": [1, 2]}, ["stage_blocks"]),
-    "zbv with one stage a rank": (plain_tiny, {"schedule": "zbv"}, ["zbv", "stages_per_rank"]),
+    "zbv with one stage a rank": (plain_tiny, {"schedule": "zbv"}, ["zbv has 2 stages a rank", "4 stages on 2 ranks"]),
     "1f1b with two": (plain_tiny, {"stages_per_rank": 2}, ["1f1b", "interleaved"]),
     "no such schedule": (plain_tiny, {"schedule": "1fb1"}, ["1fb1", "1f1b"]),
     "compiled": (compiled, {}, ["blocks.1", "torch.compile"]),
@@ -127,33 +127,27 @@ def test_models_and_numbers_that_do_not_fit_are_refused_with_what_would() -> Non
     assert ranks[0] == ranks[1]
 
 
-def first_step(build: Callable[[], nn.Module], parallel: dict[str, Any]) -> str:
+SHOWN: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str]]] = {
+    "head before the blocks": (HeadFirst, {"first_stage": ["places"]}, ["head", "parallel.last_stage"]),
+    "embedding after the blocks": (HeadFirst, {"last_stage": ["head"]}, ["places", "parallel.first_stage"]),
+    "in place": (Between, {"stage_blocks": [2, 2]}, ["blocks.1", "in place", "x = x + y"]),
+    "a set": (Kinds, {}, ["blocks.0", "set"]),
+}
+
+
+def first_step(name: str) -> None:
+    build, parallel, _ = SHOWN[name]
     engine = zero3d.Engine(build(), loss, adamw, {"parallel": {"pp": 2, "micro_batch": 2, **parallel}}, call=call)
-    try:
-        engine.step(batches()[0])
-    except zero3d.UsageError as error:
-        return f"{error} {error.hint}"
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("build", "words"),
-    [
-        (HeadFirst, ["head", "parallel.last_stage"]),
-        (Between, ["blocks.1", "in place", "x = x + y"]),
-        (Kinds, ["blocks.0", "set"]),
-    ],
-)
-def test_what_shows_in_the_first_step_is_told_there(build: Callable[[], nn.Module], words: list[str]) -> None:
-    """By the rank that sees it first; others hear that a rank failed."""
-    with pytest.raises(AssertionError) as failure:
-        run_ranks(2, in_first_step, build, timeout=60, group_timeout=20)
-    assert all(word in str(failure.value) for word in words), failure.value
-
-
-def in_first_step(build: Callable[[], nn.Module]) -> None:
-    engine = zero3d.Engine(build(), loss, adamw, {"parallel": {"pp": 2, "micro_batch": 2}}, call=call)
     engine.step(batches()[0])
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_what_shows_in_the_first_step_is_told_there(name: str) -> None:
+    """By the rank that sees it first."""
+    with pytest.raises(RankError) as failure:
+        run_ranks(2, first_step, name, timeout=60, group_timeout=20)
+    text = str(failure.value).rpartition("zero3d.errors.UsageError")[2]
+    assert all(word in text for word in SHOWN[name][2]), failure.value
 
 
 def placed() -> Trace:

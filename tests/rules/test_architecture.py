@@ -76,7 +76,13 @@ ALLOWED = {
         "stand_in",
         "zero.shard",
     ],
-    "planner": ["planner", "config", "errors", "layout"],
+    "planner": [
+        "planner",
+        "config",
+        "errors",
+        "layout",
+        *(f"pipeline.{name}" for name in ("action", "schedules", "simulate")),
+    ],
     "data": ["data", "config", "errors"],
     "models": ["models", "blueprint", "config", "errors"],
     "trace": [

@@ -16,6 +16,7 @@ from zero3d.data.sources import STDLIB
 from zero3d.data.tokenizers import tokenizer_for
 from zero3d.data.tokens import TokenFile, is_token_file
 from zero3d.errors import ConfigError, DataError, UsageError
+from zero3d.planner.bubble import actions, num_stages
 from zero3d.planner.memory import ModelStates, at_each_level
 
 if TYPE_CHECKING:
@@ -56,8 +57,20 @@ def check_started(asked: int | None, world: int) -> None:
 
 def check_ranks(config: Config, ranks: int) -> None:
     """The layout and the batch fit the number of ranks, and so does bare memory."""
-    config.resolved(ranks, native_bf16=False)
+    check_schedule(config.resolved(ranks, native_bf16=False))
     _check_memory(ranks, PROCESS_BYTES, "without any model")
+
+
+def check_schedule(config: Config) -> None:
+    """The pipeline's schedule is there, for these numbers of stages and micro-batches. `config`: resolved."""
+    actions(config)
+    sizes, number = config.parallel.stage_blocks, num_stages(config)
+    if sizes and len(sizes) != number:
+        raise ConfigError(
+            f"parallel.stage_blocks = {list(sizes)} is for {len(sizes)} stages, and there are {number}: "
+            f"parallel.pp x stages_per_rank = {config.parallel.pp} x {config.parallel.stages_per_rank}",
+            hint="Give each stage its number of blocks, or leave parallel.stage_blocks out.",
+        )
 
 
 def check_gpus(ranks: int) -> None:

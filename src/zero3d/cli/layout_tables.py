@@ -1,6 +1,6 @@
 """What `zero3d show layout` shows people: a grid of ranks, what tensor parallelism cuts, ZeRO's parts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -11,9 +11,10 @@ from rich.text import Text
 
 from zero3d.cli.checks import predicted
 from zero3d.cli.style import count
-from zero3d.cli.tables import axes_text, layout_of, who_holds_what
+from zero3d.cli.tables import KINDS, axes_text, blocks_text, layout_of, part_of, schedule_text, who_holds_what
 from zero3d.config import Config
 from zero3d.layout import Layout, Place
+from zero3d.planner.memory import ModelStates
 
 if TYPE_CHECKING:
     from zero3d.outline import Outline
@@ -30,15 +31,17 @@ def parts(config: Config, found: "Outline", width: int) -> Iterator[RenderableTy
     """What is printed, in order, in a window of `width` columns."""
     layout = layout_of(config)
     title = f"{layout.world} rank{'s' * (layout.world > 1)}: {axes_text(config)}, ZeRO level {config.zero.level}"
-    about = "Of each rank: its blocks, and its parameters before ZeRO shards them"
-    yield Text.assemble((title, "bold"), (f"\n{about}", "dim"))
+    about = "Of each rank: its blocks, its parameters before ZeRO shards them, and what ZeRO leaves it of these:"
+    kinds = "w weights, g gradients, o optimizer state"
+    yield Text.assemble((title, "bold"), (f"\n{about}\n{kinds}", "dim"))
     held = [found.held(pp) for pp in range(layout.pp)]
-    blocks = [", ".join(map(_blocks, found.blocks_of(pp))) for pp in range(layout.pp)]
-    cells = [(told, count(sum(one.numel for one in mine))) for told, mine in zip(blocks, held)]
-    yield from _grid(layout, cells, width)
+    states = [predicted(config, mine) for mine in held]
+    cells = [(blocks_text(found.blocks_of(pp)), count(sum(one.numel for one in held[pp]))) for pp in range(layout.pp)]
+    kept = {(pp, dp): _kept(config, Place(dp, 0, pp), states[pp]) for pp, dp in _rows(layout)}
+    yield from _grid(layout, cells, kept, width)
     if layout.pp > 1:
         outside = [f"pp {pp} has {', '.join(found.outside_of(pp)) or 'nothing'}" for pp in range(layout.pp)]
-        yield Text(f"Outside the blocks: {'; '.join(outside)}.")
+        yield Text(f"Outside the blocks: {'; '.join(outside)}.\nSchedule: {schedule_text(config)}.")
     cut = [info for info in found.infos if info.slicing is not None]
     if cut:
         yield _cut(found, width)
@@ -46,24 +49,27 @@ def parts(config: Config, found: "Outline", width: int) -> Iterator[RenderableTy
         yield _totals(found, layout)
     elif layout.pp == 1:
         yield Text(f"Every rank has the whole model: {count(sum(info.numel for info in found.infos))} parameters.")
-    yield who_holds_what(config, [predicted(config, mine) for mine in held])
+    yield who_holds_what(config, states)
 
 
-def _blocks(blocks: range) -> str:
-    """Such as `L0-L7`."""
-    if not blocks:
-        return "no blocks"
-    return f"L{blocks[0]}" + (f"-L{blocks[-1]}" if len(blocks) > 1 else "")
+def _kept(config: Config, place: Place, states: Sequence[ModelStates]) -> str:
+    """Such as `w all  g 1/2  o 1/2`."""
+    told = []
+    for kind in KINDS:
+        number, parts = part_of(config, place, *(getattr(states[level], kind) for level in (config.zero.level, 0)))
+        told.append(f"{kind[0]} " + ("all" if parts == 1 else f"{number}/{parts}"))
+    return "  ".join(told)
 
 
-def _grid(layout: Layout, cells: Sequence[tuple[str, str]], width: int) -> Iterator[Text]:
+def _grid(
+    layout: Layout, cells: Sequence[tuple[str, str]], kept: Mapping[tuple[int, int], str], width: int
+) -> Iterator[Text]:
     """Ranks by pp and dp below each other and by tp beside each other, in bands where they are too many."""
     heads = [f"pp {pp}  dp {dp}" for pp in range(layout.pp) for dp in range(layout.dp)]
     left = max(map(len, heads)) + len(GAP)
     names = [[f"rank {layout.rank(Place(dp, tp, pp))}" for tp in range(layout.tp)] for pp, dp in _rows(layout)]
-    wide = max(
-        len(text) for text in (*(name for row in names for name in row), *(one for cell in cells for one in cell))
-    )
+    texts = (*(name for row in names for name in row), *(one for cell in cells for one in cell), *kept.values())
+    wide = max(map(len, texts))
     band = max((width - left + len(GAP)) // (wide + len(GAP)), 1)
     for start in range(0, layout.tp, band):
         indexes = range(start, min(start + band, layout.tp))
@@ -72,7 +78,7 @@ def _grid(layout: Layout, cells: Sequence[tuple[str, str]], width: int) -> Itera
             lines.append(
                 Text.assemble((f"pp {pp}  dp {dp}".ljust(left), "dim"), *_joined(row, indexes, wide, "bold cyan"))
             )
-            for text in cells[pp]:
+            for text in (*cells[pp], kept[pp, dp]):
                 lines.append(Text.assemble(" " * left, *_joined([text] * layout.tp, indexes, wide, "")))
             if dp == MOST_ROWS - 1 and layout.dp > MOST_ROWS:
                 lines.append(Text(f"pp {pp}  dp {dp + 1} to {layout.dp - 1}: the same".ljust(left), style="dim"))

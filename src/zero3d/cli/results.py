@@ -109,9 +109,11 @@ def what_was_held(summary: "Summary") -> PlainTable:
     for rank in range(ranks):
         held = [size(summary.held_bytes[kind][rank]) for kind in kinds]
         table.add_row(str(rank), *held, *(size(by_rank[rank]) for by_rank in sent.values()))
-    states = summary.plan.predicted[summary.plan.config.zero.level]
-    predicted = [size(getattr(states, kind)) if hasattr(states, kind) else "" for kind in kinds]
-    table.add_row("predicted", *predicted, *[""] * len(over), style="dim")
+    by_pp = [each[summary.plan.config.zero.level] for each in summary.plan.predicted]
+    for pp, states in enumerate(by_pp[:MOST_RANKS]):
+        predicted = [size(getattr(states, kind)) if hasattr(states, kind) else "" for kind in kinds]
+        name = f"predicted, pp {pp}" if len(by_pp) > 1 else "predicted"
+        table.add_row(name, *predicted, *[""] * len(over), style="dim")
     return table
 
 

@@ -44,7 +44,7 @@ class Screen:
         if self._folder.kept:
             self._print(Text(f"earlier records kept as {' and '.join(self._folder.kept)}"))
         if not self._brief:
-            holdings = tables.who_holds_what(plan.config, [plan.predicted] * plan.config.parallel.pp)
+            holdings = tables.who_holds_what(plan.config, plan.predicted)
             for part in (tables.what_will_run(plan), holdings, tables.levels(plan)):
                 self._console.print(part, "")
         self._pace = _Pace(plan.config.num_steps, *results.loss_unit(plan))

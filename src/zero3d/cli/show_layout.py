@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zero3d.cli import checks, train
+from zero3d.cli import checks, reduce_table, train
 from zero3d.cli.options import AllowCode, AsJson, ConfigPath, Options, Settings
 from zero3d.cli.tables import KINDS, layout_of, part_of
 from zero3d.config import Config
@@ -53,9 +53,11 @@ def _work(options: Options) -> None:
     fewest = (1 if parallel.dp == "auto" else parallel.dp) * parallel.tp * parallel.pp
     # As `zero3d train` would resolve it: every key as one that was set.
     config = Config.load(given.model_dump()).resolved(options.ranks or fewest, native_bf16=False)
+    checks.check_schedule(config)
+    choices = reduce_table.choices(given, options.ranks or fewest)
     found = _outline(config, allow_code=options.allow_code)
     if options.json:
-        print(json.dumps(as_event(config, found)))
+        print(json.dumps(as_event(config, found) | {"reduce": reduce_table.as_event(choices, found)}))
         return
     from rich.console import Console
     from rich.text import Text
@@ -65,7 +67,7 @@ def _work(options: Options) -> None:
     console = Console()
     if not console.is_terminal:
         console.width = FILE_WIDTH
-    for part in parts(config, found, console.width):
+    for part in (*parts(config, found, console.width), reduce_table.table(config, choices, found)):
         console.print(part, highlight=False)
         if isinstance(part, Text):  # A table ends with an empty line by itself.
             console.print()

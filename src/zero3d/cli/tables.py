@@ -12,6 +12,7 @@ from zero3d.cli.plain_table import PlainTable
 from zero3d.cli.style import count, size
 from zero3d.config import Config
 from zero3d.layout import AXES, Layout, Place
+from zero3d.planner.bubble import bubble, num_stages
 from zero3d.planner.memory import LEVELS, ModelStates
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def _sentences(plan: "Plan") -> dict[str, str]:
         f"{tokens:,} tokens",
         "training": f"{_steps(plan)}, {count(tokens * config.num_steps)} tokens",
         "optimizer": _optimizer(plan),
+        "pipeline": _pipeline(plan),
         "layout": f"{layout_text(config)}, on {plan.device}"
         + (", sequence parallel" if config.parallel.sequence_parallel else ""),
         "ZeRO": f"level {zero.level}, gradients reduced once a {zero.reduce}, "
@@ -66,6 +68,35 @@ def _sentences(plan: "Plan") -> dict[str, str]:
         "note": plan.notice,
         "files": f"{config.run.out}/",
     }
+
+
+def _pipeline(plan: "Plan") -> str:
+    """Stages, schedule, micro-batches and the bubble; nothing without stages."""
+    config = plan.config
+    number = num_stages(config)
+    if number == 1:
+        return ""
+    each = "; ".join(f"pp {pp} {blocks_text(blocks)}" for pp, blocks in enumerate(plan.stages[:MOST_RANKS]))
+    more = f"; .. pp {len(plan.stages) - 1}" if len(plan.stages) > MOST_RANKS else ""
+    return f"{number} stages: {each}{more}\n{schedule_text(config)}"
+
+
+def schedule_text(config: Config) -> str:
+    """Such as `1f1b of 8 micro-batches, bubble 12.5% (simulated)`."""
+    count = config.micro_batches
+    named = f"{config.parallel.schedule} of {count} micro-batch{'es' * (count > 1)}"
+    return f"{named}, bubble {bubble(config):.1%} (simulated)"
+
+
+def blocks_text(stages: Sequence[range]) -> str:
+    """Of a rank's stages, such as `L0-L7` or `L0, L3`."""
+    return ", ".join(_blocks(one) for one in stages)
+
+
+def _blocks(blocks: range) -> str:
+    if not blocks:
+        return "no blocks"
+    return f"L{blocks[0]}" + (f"-L{blocks[-1]}" if len(blocks) > 1 else "")
 
 
 def layout_of(config: Config) -> Layout:
@@ -152,17 +183,20 @@ def _part(number: int, parts: int) -> str:
 
 
 def levels(plan: "Plan") -> PlainTable:
-    """Predicted model states per rank at levels 0 to 3; the level of this run is marked."""
+    """Predicted model states per rank at levels 0 to 3, of the pp index that holds most; the run's level is marked."""
     groups = f" {_in_groups(plan.config)}" if plan.config.zero.replicas > 1 else ""
+    pp = max(range(len(plan.predicted)), key=lambda pp: plan.predicted[pp][plan.config.zero.level].total)
+    who = "per rank" if len(plan.predicted) == 1 else f"of ranks at pp {pp}, which hold most,"
+    predicted = plan.predicted[pp]
     table = PlainTable(
-        f"Predicted model states per rank at each ZeRO level, {axes_text(plan.config)}{groups}",
+        f"Predicted model states {who} at each ZeRO level, {axes_text(plan.config)}{groups}",
         ["level", "shards"],
         ["weights", "gradients", "optimizer", "total"],
         [BAR],
         drop=[BAR, "shards", "gradients", "optimizer", "weights"],
     )
-    most = max(states.total for states in plan.predicted)
-    for level, states in zip(LEVELS, plan.predicted, strict=True):
+    most = max(states.total for states in predicted)
+    for level, states in zip(LEVELS, predicted, strict=True):
         chosen = level == plan.config.zero.level
         numbers = [states.weights, states.gradients, states.optimizer, states.total]
         table.add_row(

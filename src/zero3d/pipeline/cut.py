@@ -35,6 +35,10 @@ class Stages:
         """Whether this rank has parameter `name`."""
         return bool(self.stages_of[name] & set(self.mine))
 
+    def blocks_of(self, pp: int) -> list[range]:
+        """The blocks of each stage that this index on pp has, in the order of its stages."""
+        return [blocks for blocks, holder in zip(self.blocks, self.holders) if holder == pp]
+
     def ranks_of(self, name: str) -> list[int]:
         """pp indices that have parameter `name`, in the order of their first stage that uses it."""
         return list(dict.fromkeys(self.holders[stage] for stage in sorted(self.stages_of[name])))

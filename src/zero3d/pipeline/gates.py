@@ -59,7 +59,7 @@ class Run:
     versions: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.versions.update((name, tensor._version) for name, tensor in self.received.items())
+        self.versions.update((name, _version(tensor)) for name, tensor in self.received.items())
 
     def call(self, gate: Gate, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         number = self.calls[gate.path] = self.calls.get(gate.path, -1) + 1
@@ -74,7 +74,7 @@ class Run:
             fresh: dict[str, Tensor] = {}
             self.made[label] = describe(output, label, fresh)
             self.given.update(fresh)
-            self.versions.update((name, tensor._version) for name, tensor in fresh.items())
+            self.versions.update((name, _version(tensor)) for name, tensor in fresh.items())
         return output
 
     def value(self, source: Source) -> Tensor:
@@ -97,7 +97,7 @@ class Run:
         """Raises `UsageError` where one of these, which later stages need, is no longer what its module gave."""
         for name in names:
             tensor = self.given[name] if name in self.given else self.received[name]
-            if tensor._version != self.versions[name]:
+            if _version(tensor) != self.versions[name]:
                 raise UsageError(
                     f"what {name.partition('#')[0]} gives is changed in place on pipeline stage {self.stage}, and a "
                     "later stage needs it as it was",
@@ -125,6 +125,11 @@ class Run:
             return Absent.of(meta, Source(name, self.value).value, self.device)
 
         return rebuild(self.specs[label], absent)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was changed in place. Inference mode does not count, and needs no backward."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Entered(torch.autograd.Function):

@@ -80,9 +80,9 @@ def by_hand(numbers: Sequence[int], num_blocks: int, num_stages: int) -> list[ra
     [range(0, 1), range(1, 3), range(3, 4)]
     """
     _check_number(num_blocks, num_stages)
-    told = ", ".join(map(str, numbers))
+    told = f"parallel.stage_blocks = {list(numbers)}"
     even, more = divmod(num_blocks, num_stages)
-    hint = f"Such as {', '.join(str(even + (stage < more)) for stage in range(num_stages))}."
+    hint = f"Such as {[even + (stage < more) for stage in range(num_stages)]}."
     if len(numbers) != num_stages:
         raise ConfigError(f"{told}: blocks of {len(numbers)} stages, and there are {num_stages}", hint=hint)
     if min(numbers) < 1:

@@ -97,7 +97,8 @@ def options_for(config: Config) -> Options:
     return Options(
         level=zero.level,
         bucket_bytes=zero.bucket_mb * 1e6,
-        prefetch=zero.prefetch,
+        # Stages of one rank take turns: what the forward before began with tells nothing.
+        prefetch=zero.prefetch if config.parallel.stages_per_rank == 1 else 0,
         overlap=zero.overlap,
         reduce_every_turn=zero.reduce == "micro-batch",
         keep_gathered=() if zero.keep_gathered == "step" else zero.keep_gathered,
