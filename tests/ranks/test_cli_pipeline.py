@@ -126,7 +126,7 @@ def test_schedules_that_do_not_fit_are_refused_without_torch(
     ("settings", "told"),
     [
         (["parallel.pp=4"], "4 stages need at least 4 blocks, and the model has 2\nUse at most 2 stages"),
-        (["parallel.pp=2", "parallel.stage_blocks=[2, 1]"], "3 blocks, and the model has 2\nSuch as 1, 1"),
+        (["parallel.pp=2", "parallel.stage_blocks=[2, 1]"], "3 blocks, and the model has 2\nSuch as"),
     ],
 )
 def test_models_that_cannot_be_cut_so_are_refused(

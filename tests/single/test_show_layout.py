@@ -106,7 +106,7 @@ def test_people_see_the_grid_the_slices_and_the_parts(
 def test_many_ranks_are_told_in_short(folder: Path) -> None:
     many = ("--set", "parallel.dp=1000", "--set", "data.global_batch=1000", "--set", "zero.level=3")
     done = show(*many)
-    assert done.exit_code == 0 and len(done.stdout.splitlines()) < 60
+    assert done.exit_code == 0 and len(done.stdout.splitlines()) < 70
     assert "dp 8 to 999: the same" in done.stdout and ".. 999" in done.stdout
     assert len(read(*many)["ranks"]) == 1000
 
@@ -125,6 +125,86 @@ def test_eight_blocks_over_two_stages(folder: Path) -> None:
     assert "pp 0 has embedding; pp 1 has embedding, norm" in words
 
 
+EIGHT = ("--set", "model.layers=8", "--set", "model.tied=false")
+
+
+def drawn(*words: str) -> str:
+    """The grid, as words: all before the tables."""
+    done = show(*EIGHT, *words)
+    assert done.exit_code == 0, done.output
+    grid = done.stdout.partition("Who holds what")[0].partition("What tensor parallelism")[0]
+    return " ".join(grid.split())
+
+
+def test_the_drawing_of_pp(folder: Path) -> None:
+    words = drawn("--set", "parallel.dp=1", "--set", "parallel.pp=2", "--set", "parallel.micro_batch=1")
+    assert "pp 0 dp 0 rank 0 L0-L3 57.6 k w all g all o all pp 1 dp 0 rank 1 L4-L7 57.6 k w all g all o all" in words
+    assert "pp 0 has embedding; pp 1 has norm, head." in words
+    assert "1f1b of 4 micro-batches, bubble 25.0% (simulated)" in words
+
+
+def test_the_drawing_of_dp_is_whole_copies(folder: Path) -> None:
+    words = drawn("--set", "zero.level=0")
+    assert "dp 0 rank 0 L0-L7 115 k w all g all o all pp 0 dp 1 rank 1 L0-L7 115 k w all g all o all" in words
+    assert "Every rank has the whole model: 115 k parameters." in words
+
+
+def test_the_drawing_of_tp_has_the_slices_of_each_tensor(folder: Path) -> None:
+    done = show(*EIGHT, "--set", "parallel.dp=1", "--set", "parallel.tp=2")
+    words = " ".join(done.stdout.split())
+    assert "rank 0 rank 1 L0-L7 L0-L7 57.9 k 57.9 k" in words
+    for told in (
+        "embedding.weight 1 vocab [256, 32] -> [128, 32] 0:128 | 128:256",
+        "blocks.*.attention.qkv.weight 8 colwise(48) [96, 32] -> [48, 32] 0:48 | 48:96",
+        "blocks.*.attention.out.weight 8 rowwise [32, 32] -> [32, 16] 0:16 | 16:32",
+        "blocks.*.mlp.up.weight 8 colwise [128, 32] -> [64, 32] 0:64 | 64:128",
+        "blocks.*.mlp.down.weight 8 rowwise [32, 128] -> [32, 64] 0:64 | 64:128",
+        "head.weight 1 vocab [256, 32] -> [128, 32] 0:128 | 128:256",
+        "norm.weight 1 [32]",
+    ):
+        assert told in words
+
+
+@pytest.mark.parametrize(
+    ("level", "kept"), [(1, "w all g all o {}"), (2, "w all g {} o {}"), (3, "w {} g {} o {}")], ids=str
+)
+def test_the_drawing_of_zero_has_the_part_that_each_rank_keeps(folder: Path, level: int, kept: str) -> None:
+    words = drawn("--set", f"zero.level={level}", "--set", "parallel.dp=4")
+    for rank in range(4):
+        part = f"{rank + 1}/4"
+        assert f"rank {rank} L0-L7 115 k {kept.format(part, part, part)}" in words
+
+
+def test_the_drawing_of_3d_with_two_stages_a_rank(folder: Path) -> None:
+    stages = ("parallel.pp=2", "parallel.stages_per_rank=2", "parallel.schedule=interleaved", "parallel.micro_batch=1")
+    more = [word for key in (*stages, "parallel.tp=2", "zero.level=3") for word in ("--set", key)]
+    words = drawn(*more)
+    assert "8 ranks: dp 2 x tp 2 x pp 2, ZeRO level 3" in words
+    for pp, blocks in enumerate(("L0-L1, L4-L5", "L2-L3, L6-L7")):
+        for dp in range(2):
+            first = 4 * pp + 2 * dp
+            part = f"w {dp + 1}/2 g all o {dp + 1}/2"
+            assert f"pp {pp} dp {dp} rank {first} rank {first + 1} {blocks} {blocks}" in words
+            assert f"{part} {part}" in words, "gradients are reduced once a step"
+    ranks = read(*EIGHT, *more)["ranks"]
+    assert [rank["stages"] for rank in ranks] == [[[0, 1], [4, 5]]] * 4 + [[[2, 3], [6, 7]]] * 4
+
+
+def test_both_choices_of_reduce_in_bytes(folder: Path) -> None:
+    """One half of the model, in 4 bytes a parameter, over 2 ranks of dp, in 2 micro-batches."""
+    words = (*EIGHT, "--set", "parallel.pp=2", "--set", "parallel.micro_batch=1", "--set", "zero.level=3")
+    first, last = 4 * 12 * 32 * 32 + 8 * 32 + 256 * 32, 4 * 12 * 32 * 32 + 8 * 32 + 32 + 256 * 32
+    found = read(*words)["reduce"]
+    for pp, numel in enumerate((first, last)):
+        half = 4 * numel // 2
+        gathered = 2 * 2 * half
+        assert found["step"][pp] == {"held_bytes": 2 * half, "reduced_bytes": half, "weights_bytes": gathered}
+        assert found["micro-batch"][pp] == {"held_bytes": half, "reduced_bytes": 2 * half, "weights_bytes": gathered}
+    told = " ".join(show(*words).stdout.split())
+    step, each = (f"{numel / 1e3:.0f} kB" for numel in (4 * last, 2 * last))
+    assert f"▸ step {step} {each} {4 * 2 * last / 1e3:.0f} kB" in told and f"micro-batch {each} {step}" in told
+
+
 def refused(*words: str) -> str:
     done = show(*words, "--json")
     assert done.exit_code == 2
@@ -139,6 +219,7 @@ def test_what_cannot_be_is_refused_as_train_does(folder: Path) -> None:
     assert "3 ranks cannot be shared by parallel.tp = 2 Start 2 or 4" in refused(
         "-n", "3", "--set", "parallel.tp=2", "--set", "parallel.dp=auto"
     )
+    assert "zbv has 2 stages a rank" in refused("--set", "parallel.pp=2", "--set", "parallel.schedule=zbv")
     assert "--allow-code" in refused("--set", "model.path=own_layout:build")
     plan = ("--set", 'parallel.plan={"blocks.*.mlp.uq" = "colwise"}', "--set", "parallel.tp=2")
     assert "no module matches" in refused(*plan)
