@@ -35,6 +35,7 @@ bench: install
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/tensor.py
+	$(BIN)/python benchmarks/pipeline.py --small
 
 format: install
 	$(BIN)/ruff check --fix-only .

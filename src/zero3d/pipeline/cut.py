@@ -60,8 +60,8 @@ def cut(
     if not blocks and number > 1:
         raise ConfigError(
             f"parallel.pp = {ranks}, and no list of repeated blocks was found in the model",
-            hint='Name it with model.blocks = "path.of.the.list", "" where the model itself is a Sequential. A model without '
-            "blocks that follow each other cannot be cut into stages.",
+            hint='Name it with model.blocks = "path.of.the.list", "" where the model itself is a Sequential. A model '
+            "without blocks that follow each other cannot be cut into stages.",
         )
     paths = {id(module): name for name, module in model.named_modules()}
     _refuse_other_models(model, blocks, paths, number)
