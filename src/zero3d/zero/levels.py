@@ -179,9 +179,7 @@ def _buckets(
     alone = {unit.name for unit in units if unit.alone}
     wanted = _joined(wanted, min(limit, joined_bytes(total)), alone)
     return [
-        bucket
-        for name, wants in wanted
-        for bucket in plan_buckets(name, wants, ranks, inf if name in alone else limit)
+        bucket for name, wants in wanted for bucket in plan_buckets(name, wants, ranks, inf if name in alone else limit)
     ]
 
 
