@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from zero3d.contracts import Axis
+from zero3d.contracts import Axis, ModelSource
 from zero3d.errors import UsageError
 from zero3d.params import ParamInfo
 from zero3d.zero.replica import ZeroReplica
@@ -111,9 +111,12 @@ class Access:
         self._written = written
         self._refusal = model.register_load_state_dict_pre_hook(_refuse_direct_loading)
 
-    def close(self) -> None:
-        """The model may be written to directly again."""
-        self._refusal.remove()
+    def close(self, *, in_parts: bool = False) -> None:
+        """The model may be written to directly again, unless it stays `in_parts`: then it may not be used at all."""
+        if in_parts:
+            self._model.register_forward_pre_hook(_refuse_parts)
+        else:
+            self._refusal.remove()
 
     def info(self, name: str) -> ParamInfo:
         """Of the parameter that is called `name`, a tie's other names too."""
@@ -281,9 +284,11 @@ class Access:
             raise UsageError(message, hint=hint)
 
 
-def refuse_sharded(model: nn.Module) -> None:
+def refuse_sharded(model: ModelSource) -> None:
     """Raises `UsageError` for a model whose parameters somebody shards already."""
-    if any(getattr(hook, "hook", hook) is _refuse_direct_loading for hook in model._load_state_dict_pre_hooks.values()):
+    if isinstance(model, nn.Module) and any(
+        getattr(hook, "hook", hook) is _refuse_direct_loading for hook in model._load_state_dict_pre_hooks.values()
+    ):
         raise UsageError(
             "the model is sharded already",
             hint="Close the engine, or what zero3d.shard gave, that has it; or pass another model.",
@@ -324,6 +329,13 @@ def _refuse_direct_loading(*_: object) -> None:
     raise UsageError(
         "model.load_state_dict would reach neither the master weights nor the shards of other ranks",
         hint="Use engine.load_state_dict(state), on every rank.",
+    )
+
+
+def _refuse_parts(*_: object) -> None:
+    raise UsageError(
+        "the engine that had this model is closed, and of a model that is cut over ranks each has a part",
+        hint="Take engine.full_state_dict() before, or after, and load it into a model of your own.",
     )
 
 

@@ -80,6 +80,7 @@ def assemble(
 ) -> Parts:
     """Builds this rank's parts of `source` as the resolved `config` says. Collective over all ranks of `mesh`."""
     axis, device = mesh.axes["dp"], mesh.device
+    refuse_sharded(source)
     blueprint = draw(source, config.run.seed)
     model = blueprint.model
     refuse_sharded(model)

@@ -310,7 +310,7 @@ class Engine:
         and plain at levels 0 to 2; released at level 3, to be read as before. Ranks stay together until their
         processes end."""
         self._closed = True
-        self._access.close()
+        self._access.close(in_parts=self._mesh.model.size > 1)
         self._parts.close()
 
     def _take(self, parts: Parts) -> None:

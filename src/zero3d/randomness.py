@@ -1,9 +1,9 @@
 """Dropout that depends on (seed, step, micro-batch, dp index, block) alone.
 
-Before each block's forward the generator is set from these five numbers; what comes between blocks goes on from
-the block before. Where activations are cut over tensor-parallel ranks each rank draws from a stream of its own. No
-history: any layout draws the same, and a resumed run needs no generator state. The user's own generator is put back
-after the step.
+Before and after each block's forward the generator is set from these five numbers: what a block draws shows nowhere
+else, and what is drawn between blocks is the same on ranks that have other blocks. Where activations are cut over
+tensor-parallel ranks each rank draws from a stream of its own. No history: any layout draws the same, and a resumed run
+needs no generator state. The user's own generator is put back after the step.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from zero3d.recompute import in_backward, untraced
 
 _MASK = (1 << 64) - 1
+AFTER = 1 << 32
+"""Added to a block's number for what comes after it."""
 
 
 class Randomness:
@@ -37,10 +39,10 @@ class Randomness:
     def watch(self, model: nn.Module, blocks: Sequence[nn.Module], *, apart: bool = False) -> None:
         """`apart`: what blocks compute is cut everywhere."""
         self._apart = apart
-        self._hooks = [
-            block.register_forward_pre_hook(untraced(model)(self._hook(number)))
-            for number, block in enumerate(blocks, start=1)
-        ]
+        hook = untraced(model)
+        for number, block in enumerate(blocks):
+            self._hooks.append(block.register_forward_pre_hook(hook(self._hook(number + 1))))
+            self._hooks.append(block.register_forward_hook(hook(self._hook(number + AFTER))))
 
     def close(self) -> None:
         """Watches no more."""
@@ -62,13 +64,18 @@ class Randomness:
         self._mixed = _state_of((*self._fixed, self._step, micro_batch))
         self._set(0)
 
-    def enter_cut(self, number: int) -> None:
-        """Activations are cut from here on, in module `number`. All comes from the generator's own seed, which a
-        recomputation restores."""
-        seed = torch.default_generator.initial_seed()
-        if self._micro_batch is None or self._apart or seed == self._cut_seed:
+    def skip(self, block: int) -> None:
+        """Block `block` runs elsewhere: what comes after it draws what it would draw there."""
+        if self._micro_batch is not None:
+            self._set(block + AFTER)
+
+    def enter_cut(self) -> None:
+        """Activations are cut from here on. All comes from the generator's own state, which a recomputation
+        restores."""
+        if self._micro_batch is None or self._apart or torch.default_generator.initial_seed() == self._cut_seed:
             return
-        self._cut_seed = mixed(seed, number, self._tp_index)
+        drawn = int(torch.randint(1 << 62, (), generator=torch.default_generator))
+        self._cut_seed = mixed(drawn, self._tp_index)
         self._whole = [generator.get_state() for generator in self._generators()]
         for generator in self._generators():
             generator.manual_seed(self._cut_seed)
@@ -89,7 +96,7 @@ class Randomness:
 
     def _set(self, block: int) -> None:
         # The numbers that stay as they are over a micro-batch are mixed in already.
-        numbers = (block, self._tp_index) if self._apart and block else (block,)
+        numbers = (block, self._tp_index) if self._apart and 0 < block < AFTER else (block,)
         seed = _state_of(numbers, self._mixed) >> 1
         for generator in self._generators():
             generator.manual_seed(seed)

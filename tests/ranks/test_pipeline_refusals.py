@@ -99,7 +99,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str]]] = 
     "no blocks": (no_blocks, {}, ["no list of repeated blocks", "model.blocks"]),
     "more stages than blocks": (plain_tiny, {"schedule": "interleaved", "stages_per_rank": 3}, ["4", "6"]),
     "blocks by hand": (plain_tiny, {"stage_blocks": [1, 2]}, ["stage_blocks"]),
-    "zbv with one stage a rank": (plain_tiny, {"schedule": "zbv"}, ["zbv has 2 stages a rank", "4 stages on 2 ranks"]),
+    "zbv with one stage a rank": (
+        plain_tiny,
+        {"schedule": "zbv"},
+        ["has 2 stages on each rank", "Set parallel.stages_per_rank = 2"],
+    ),
     "1f1b with two": (plain_tiny, {"stages_per_rank": 2}, ["1f1b", "interleaved"]),
     "no such schedule": (plain_tiny, {"schedule": "1fb1"}, ["1fb1", "1f1b"]),
     "compiled": (compiled, {}, ["blocks.1", "torch.compile"]),

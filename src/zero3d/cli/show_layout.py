@@ -28,7 +28,7 @@ def command(
     config: ConfigPath,
     ranks: Annotated[
         int | None,
-        typer.Option("-n", "--ranks", min=1, max=MOST_RANKS, help="Ranks in all; left out, the product of [parallel]."),
+        typer.Option("-n", "--ranks", min=1, max=MOST_RANKS, help="Ranks in all; left out, the product of the sizes."),
     ] = None,
     settings: Settings = None,
     as_json: AsJson = False,

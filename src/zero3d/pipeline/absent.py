@@ -112,6 +112,7 @@ class Written:
     def __init__(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._call: Any = (function, args, kwargs)
         self._result: Any = None
+        self._with_gradient = torch.is_grad_enabled()
 
     def result(self) -> Any:
         if self._call is not None:
@@ -121,10 +122,11 @@ class Written:
                     f"a pipeline stage needs what torch.{function.__name__} gave on a stage before it",
                     hint="Draw random numbers in a module of its own, such as nn.Dropout: its output is sent along.",
                 )
-            args, kwargs = present(args), present(kwargs)
-            if _in_place(function, kwargs):  # What it was before may be needed elsewhere.
-                args = (args[0].clone(), *args[1:])
-            result = function(*args, **kwargs)
+            with torch.set_grad_enabled(self._with_gradient):
+                args, kwargs = present(args), present(kwargs)
+                if _in_place(function, kwargs):  # What it was before may be needed elsewhere.
+                    args = (args[0].clone(), *args[1:])
+                result = function(*args, **kwargs)
             self._result, self._call = (args[0] if function.__name__ == "__setitem__" else result), None
         return self._result
 
@@ -135,6 +137,7 @@ class Absent(Tensor):
     meta: Tensor
     found: Callable[[], Tensor]
     on: torch.device
+    is_source = False
 
     @staticmethod
     def of(meta: Tensor, found: Callable[[], Tensor], on: torch.device) -> "Absent":
@@ -147,6 +150,8 @@ class Absent(Tensor):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
             name = getattr(func.__self__, "__name__", "")
+        if name == "register_hook" and args[0].is_source:
+            return _NoHook()  # The stage that has the tensor registers it.
         if name == "device":
             return args[0].on
         if name in DEVICES:
@@ -163,6 +168,13 @@ class Absent(Tensor):
             except (RuntimeError, NotImplementedError, TypeError):
                 pass  # Its shape depends on values.
         return func(*present(args), **present(kwargs))
+
+
+class _NoHook:
+    """The handle of a hook that is another stage's."""
+
+    def remove(self) -> None:
+        return None
 
 
 def present(value: Any) -> Any:

@@ -16,7 +16,7 @@ from zero3d.pipeline.cut import cut
 from zero3d.pipeline.deferred import Deferral
 from zero3d.pipeline.exchange import Arrived, Boundary
 from zero3d.pipeline.gates import Gates
-from zero3d.pipeline.outputs import joined, shared
+from zero3d.pipeline.outputs import joined, plain, shared
 from zero3d.pipeline.placed import Placed
 from zero3d.pipeline.schedules.own import find
 from zero3d.pipeline.stage import ModelStage, StageModel
@@ -131,7 +131,9 @@ class Pipeline:
 
     def output(self, outputs: Sequence[Any]) -> Any:
         """Those of micro-batches, from the rank of the last stage, as one on all ranks. Collective over pp."""
-        return shared(joined(outputs), self._axis, self.stages.holders[-1], self._device)
+        if self._axis.size == 1:
+            return joined(outputs)
+        return shared(joined([plain(one) for one in outputs]), self._axis, self.stages.holders[-1], self._device)
 
     def close(self) -> None:
         """Modules are the user's own again."""

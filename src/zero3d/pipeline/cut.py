@@ -39,6 +39,11 @@ class Stages:
         """The blocks of each stage that this index on pp has, in the order of its stages."""
         return [blocks for blocks, holder in zip(self.blocks, self.holders) if holder == pp]
 
+    def rank_of_buffer(self, name: str) -> int:
+        """The pp index of the first stage whose modules have buffer `name`."""
+        owner = next((gate for gate in self.gates if name.startswith(f"{gate.path}.") and gate.stages), None)
+        return self.holders[min(owner.stages)] if owner is not None and owner.stages else 0
+
     def ranks_of(self, name: str) -> list[int]:
         """pp indices that have parameter `name`, in the order of their first stage that uses it."""
         return list(dict.fromkeys(self.holders[stage] for stage in sorted(self.stages_of[name])))
@@ -56,6 +61,14 @@ def cut(
     """Over `ranks` of pp, of which this is number `index`. Stages are cut by the number of their blocks' parameters,
     unless `options` says where. Raises `ConfigError` where the model cannot be cut so."""
     number = ranks * options.stages_per_rank
+    needed = schedule.stages_per_rank
+    if ranks > 1 and needed not in (None, options.stages_per_rank):
+        raise ConfigError(
+            f'parallel.schedule = "{options.schedule}" has {needed} stage{"s" * (needed != 1)} on each rank, and '
+            f"parallel.stages_per_rank = {options.stages_per_rank}",
+            hint=f"Set parallel.stages_per_rank = {needed}"
+            + (', or parallel.schedule = "interleaved".' if needed == 1 else "."),
+        )
     schedule.check_stages(number, ranks)
     if not blocks and number > 1:
         raise ConfigError(

@@ -19,7 +19,7 @@ from torch import Tensor
 from zero3d.contracts import Axis, Pending
 from zero3d.errors import UsageError
 from zero3d.pipeline.action import Action, Kind
-from zero3d.pipeline.specs import Spec
+from zero3d.pipeline.specs import Spec, values_of
 
 Signature = tuple[Any, ...]
 
@@ -92,6 +92,12 @@ class Boundary:
             header = self._headers[signature] = Header(dict(specs), carried)
             if not self._is_local:
                 self._send_text(_written(header))
+        if values_of(specs) != values_of(self._headers[signature].specs):
+            raise UsageError(
+                f"a block of pipeline stage {self.stage} or before gives a number or text that is not what it was for "
+                "other inputs of the same shapes",
+                hint="Give it as a tensor, such as x.detach().mean() without float(...): tensors are sent every time.",
+            )
         known = self._headers[signature].carried
         for one, other in zip(carried, known):
             if one != other:

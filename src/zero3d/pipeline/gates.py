@@ -22,7 +22,7 @@ from zero3d.pipeline.specs import Spec, describe, rebuild
 from zero3d.stand_in import StandIns
 
 
-class StageEndError(Exception):
+class StageEndError(BaseException):
     """The stage has computed all of its blocks. Never leaves `Gates.run`."""
 
 
@@ -40,8 +40,9 @@ class Gate:
 class Run:
     """One forward of stage `stage`.
 
-    blocks: its own; received: tensors from earlier stages, by name; specs: what earlier stages' modules gave;
-    is_sent: a later stage gets what it makes; made: what its modules gave; given: the tensors in that; used: names of
+    blocks: its own; received: tensors from earlier stages, by name; specs: what earlier stages' modules gave
+    is_sent: a later stage gets what it makes; skipped: is told the number of each block of an earlier stage
+    has_passed: one of its blocks has run; made: what its modules gave; given: the tensors in that; used: names of
     received tensors that were needed
     """
 
@@ -51,6 +52,8 @@ class Run:
     specs: Mapping[str, Spec]
     device: torch.device
     is_sent: bool
+    skipped: Callable[[int], None]
+    has_passed: bool = False
     made: dict[str, Spec] = field(default_factory=dict)
     given: dict[str, Tensor] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
@@ -65,10 +68,13 @@ class Run:
         number = self.calls[gate.path] = self.calls.get(gate.path, -1) + 1
         label = f"{gate.path}#{number}"
         if self._is_elsewhere(gate, args, kwargs):
+            if gate.block is not None:
+                self.skipped(gate.block)
             return self._absent(label)
         keeps = gate.stages is not None or gate.random
         if keeps:
             args, kwargs = present(args), present(kwargs)
+        self.has_passed |= gate.block is not None
         output = forward(*args, **kwargs)
         if keeps and self.is_sent:
             fresh: dict[str, Tensor] = {}
@@ -89,7 +95,8 @@ class Run:
         self.used.add(source.name)
         if source.name not in self.entered:
             leaf = self.received[source.name]
-            entered: Tensor = _Entered.apply(leaf) if leaf.requires_grad else leaf  # type: ignore[no-untyped-call]
+            with torch.enable_grad():  # It may first be looked at without.
+                entered: Tensor = _Entered.apply(leaf) if leaf.requires_grad else leaf  # type: ignore[no-untyped-call]
             self.entered[source.name] = entered
         return self.entered[source.name]
 
@@ -115,14 +122,19 @@ class Run:
 
     def _absent(self, label: str) -> Any:
         if label not in self.specs:
+            path, key = label.partition("#")[0], "last_stage" if self.has_passed else "first_stage"
+            side = "after" if self.has_passed else "before"
             raise UsageError(
-                f"pipeline stage {self.stage} calls {label.partition('#')[0]}, which no stage before it has called",
-                hint="Name the module in parallel.last_stage or parallel.first_stage, wherever it runs.",
+                f"pipeline stage {self.stage} calls {path} {side} its blocks; it is defined on the other side of them, "
+                "and no stage has it here",
+                hint=f'Set parallel.{key} = ["{path}"], and name there all other modules that run on that side.',
             )
 
         def absent(name: str, shape: tuple[int, ...], dtype: torch.dtype, needs_gradient: bool) -> Absent:
             meta = torch.empty(shape, dtype=dtype, device="meta", requires_grad=needs_gradient)
-            return Absent.of(meta, Source(name, self.value).value, self.device)
+            absent = Absent.of(meta, Source(name, self.value).value, self.device)
+            absent.is_source = True
+            return absent
 
         return rebuild(self.specs[label], absent)
 
@@ -149,6 +161,18 @@ class Gated(nn.Module):
 
     _gate: Gate
     _gates: "Gates"
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if isinstance(value, Tensor) and not name.startswith("_"):
+            run, gate = self._gates.running, self._gate
+            if run is not None and gate.stages is not None and run.stage not in gate.stages:
+                raise UsageError(
+                    f"pipeline stage {run.stage} reads {gate.path}.{name}, which that module's forward leaves on "
+                    "another stage",
+                    hint="Give it as an output of the block, or use parallel.pp = 1.",
+                )
+        return value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run, call = self._gates.running, super().__call__

@@ -1,7 +1,7 @@
 """Outputs of a model, from the rank that computed them to all that share the replica."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,15 @@ def joined(outputs: Sequence[Any]) -> Any:
     columns = zip(*(tensors_in(output) for output in outputs), strict=True)
     whole = iter([torch.cat(column) if column[0].dim() else torch.stack(column) for column in columns])
     return map_tensors(lambda _: next(whole), outputs[0])
+
+
+def plain(value: Any) -> Any:
+    """Without what is no tensor, number, text, dict, list or tuple, such as a cache: None in its place."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value] if isinstance(value, list) else tuple(plain(one) for one in value)
+    return value if value is None or isinstance(value, Tensor | bool | int | float | str) else None
 
 
 def shared(output: Any, axis: Axis, root: int, device: torch.device) -> Any:

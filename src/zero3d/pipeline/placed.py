@@ -74,12 +74,23 @@ class Placed:
             name: self.share(name, lambda name=name: self._model.get_parameter(name).detach())  # type: ignore[misc]
             for name in (self._stages.stages_of if self._axis.size > 1 else ())
         }
+        self._bring_buffers()
         for info in self._elsewhere:
             self._replace(info, came[info.name].view(shapes[info.name]))
         try:
             yield
         finally:
             self._leave_out()
+
+    @torch.no_grad()
+    def _bring_buffers(self) -> None:
+        """Those of other stages are as their own stage left them."""
+        for name, buffer in self._model.named_buffers() if self._axis.size > 1 else ():
+            if buffer.numel():
+                value = buffer.contiguous()
+                root = self._stages.rank_of_buffer(name)
+                self._axis.broadcast(value.view(-1).view(torch.uint8), root, f"buffer {name}").wait()
+                buffer.copy_(value)
 
     def _leave_out(self) -> None:
         """What is elsewhere has a shape and a dtype, and says where it is when it is touched."""

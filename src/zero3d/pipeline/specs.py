@@ -46,3 +46,11 @@ def rebuild(spec: Spec, tensor: Callable[[str, tuple[int, ...], torch.dtype, boo
         members = [rebuild(one, tensor) for one in value]
         return tuple(members) if kind == "tuple" else members
     return value
+
+
+def values_of(spec: Any) -> list[Any]:
+    """All numbers and texts in it, and in dicts and lists of such."""
+    if not isinstance(spec, dict):
+        return [value for one in spec for value in values_of(one)] if isinstance(spec, list) else []
+    found = [spec["value"]] if set(spec) == {"value"} else []
+    return found + [value for key, one in spec.items() if key != "tensor" for value in values_of(one)]

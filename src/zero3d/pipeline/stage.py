@@ -182,6 +182,7 @@ class ModelStage:
             specs=arrived.specs,
             device=self._device,
             is_sent=self.after is not None,
+            skipped=self._randomness.skip,
         )
 
     def _losses(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:

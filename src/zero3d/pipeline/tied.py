@@ -28,7 +28,7 @@ class Tied:
         parts: list[list[Tensor]] = []
         for shard, ranks in self._shared:
             shard.coming.wait()
-            label = f"gradient of {shard.bucket.label}, tied"
+            label = f"gradient of {shard.bucket.slots[0].name}, tied"
             theirs = []
             for rank in ranks:
                 part = shard.gradient.clone() if rank == self._axis.index else torch.empty_like(shard.gradient)

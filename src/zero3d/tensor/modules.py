@@ -19,7 +19,7 @@ from zero3d.tensor.regions import SEQUENCE, Flight, entered, gather, opened, red
 class Streams(Protocol):
     """Where dropout draws from: another stream on every rank where activations are cut, one where they are whole."""
 
-    def enter_cut(self, number: int) -> None: ...
+    def enter_cut(self) -> None: ...
     def leave_cut(self) -> None: ...
 
 
@@ -35,7 +35,7 @@ class Cuts(Protocol):
 class ColumnPart:
     """A linear layer of which this rank has some of the outputs.
 
-    siblings: columns of the same module; number: of that module; gathers: its input is a part of the sequence;
+    siblings: columns of the same module; gathers: its input is a part of the sequence;
     enters: its input is whole (or a part of the sequence), not cut already; vocabulary: of what `cuts_logits` or is
     gathered, without padding.
     """
@@ -45,7 +45,6 @@ class ColumnPart:
     column: Column
     siblings: Sequence[Column]
     door: Door
-    number: int
     gathers: bool
     enters: bool
     output: str
@@ -61,7 +60,7 @@ class ColumnPart:
             found = self.door.find(x)
             y = found.column(x, self.column, bias) if found else F.linear(x, self.column.weight, bias)
         if self.output == "cut":
-            self.cuts.streams.enter_cut(self.number)
+            self.cuts.streams.enter_cut()
             return y
         self.door.shut()
         if self.output == "logits":
@@ -109,17 +108,21 @@ class StandIn(nn.Module):
 class EmbeddingPart:
     """Hooks of an embedding of which this rank has rows `first` and on: what others have is zero here."""
 
-    def __init__(self, cuts: Cuts, label: str, first: int, rows: int) -> None:
+    def __init__(self, cuts: Cuts, label: str, first: int, rows: int, vocabulary: int) -> None:
         self._cuts = cuts
         self._label = label
         self._first = first
         self._rows = rows
+        self._vocabulary = vocabulary
         self._elsewhere: list[Tensor] = []
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._cuts.active:
             return None
-        ids: Tensor = (*args, *kwargs.values())[0] - self._first
+        ids: Tensor = (*args, *kwargs.values())[0]
+        if not ids.is_cuda and bool(((ids < 0) | (ids >= self._vocabulary)).any()):
+            raise IndexError(f"{self._label}: an id is outside of 0 to {self._vocabulary - 1}")
+        ids = ids - self._first
         elsewhere = (ids < 0) | (ids >= self._rows)
         self._elsewhere.append(elsewhere)
         return (ids.masked_fill(elsewhere, 0),), {}

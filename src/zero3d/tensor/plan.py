@@ -114,10 +114,11 @@ def parse(text: str, where: str) -> tuple[Style, ...]:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a plan says of one module or parameter."""
+    """What a plan says of one module or parameter; `own`: the user's plan."""
 
     path: str
     styles: tuple[Style, ...]
+    own: bool = False
 
     def style(self, *names: str) -> Style | None:
         """The first of its styles that is one of `names`."""
@@ -139,7 +140,7 @@ def choose(plan: Mapping[str, str], paths: Iterable[str], own: Mapping[str, str]
     said of what lies in a module that shall stay whole. Raises `ConfigError` for a pattern of `own` that matches none.
     """
     known = list(paths)
-    found: dict[str, tuple[Style, ...]] = {}
+    found: dict[str, tuple[tuple[Style, ...], bool]] = {}
     for table in (plan, own):
         for pattern, text in table.items():
             styles = parse(text, pattern)
@@ -150,7 +151,7 @@ def choose(plan: Mapping[str, str], paths: Iterable[str], own: Mapping[str, str]
                     f'parallel.plan: no module matches "{pattern}"',
                     hint=f"Paths are those of model.named_modules(), such as {', '.join(near)}; * stands for any text.",
                 )
-            found.update((path, styles) for path in matched)
-    chosen = [Chosen(path, found[path]) for path in known if path in found]
+            found.update((path, (styles, table is own)) for path in matched)
+    chosen = [Chosen(path, *found[path]) for path in known if path in found]
     whole = [one for one in chosen if one.style("replicate")]
     return [one for one in chosen if not any(other.holds(one.path) for other in whole)]

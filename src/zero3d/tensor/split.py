@@ -6,7 +6,7 @@ comes when parameters are what they stay.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +42,7 @@ class TensorParallel:
         self.slicings: dict[str, Slicing] = {}
         self.chosen: Sequence[Chosen] = ()
         self.attributes: list[tuple[nn.Module, str, Any, Any]] = []
+        self._cut_parameters: Sequence[tuple[nn.Parameter, ParamInfo]] = ()
         self._wiring: Wiring | None = None
 
     def infos(self, model: nn.Module) -> list[ParamInfo]:
@@ -90,21 +91,29 @@ class TensorParallel:
     def watch(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         """From now on `model` computes with parts."""
         if self.active:
+            cut = [info for info in self.infos(model) if info.slicing is not None]
+            self._cut_parameters = [(model.get_parameter(info.name), info) for info in cut]
             self._wiring = Wiring(self, model, blocks)
 
     def partial(self, shards: Sequence[Shard]) -> Partial:
         """What adds up gradients of which each rank has a part."""
         return Partial(self.axis, self._wiring.summed if self._wiring is not None else {}, shards)
 
+    def whole(self, model: nn.Module, infos: Iterable[ParamInfo]) -> AbstractContextManager[None]:
+        """The model is plain, with whole parameters. Those of `infos` are there. Entering is collective."""
+        return self._whole([(model.get_parameter(info.name), info) for info in infos if info.slicing is not None])
+
+    def whole_module(self, module: nn.Module) -> AbstractContextManager[None]:
+        """The same of a module whose parameters are there."""
+        names = {id(parameter): info for parameter, info in self._cut_parameters}
+        own = [(parameter, names[id(parameter)]) for parameter in module.parameters() if id(parameter) in names]
+        return self._whole(own)
+
     @contextmanager
-    def whole(self, model: nn.Module, infos: Iterable[ParamInfo]) -> Iterator[None]:
-        """The model is plain, with whole parameters. Those of `infos` are there. Collective."""
-        parts = []
-        for info in infos:
-            if info.slicing is not None:
-                parameter = model.get_parameter(info.name)
-                parts.append((parameter, parameter.data))
-                parameter.data = self.join(info, parameter.data.view(-1)).view(info.shape)
+    def _whole(self, cut: Sequence[tuple[nn.Parameter, ParamInfo]]) -> Iterator[None]:
+        parts = [(parameter, parameter.data) for parameter, _ in cut]
+        for parameter, info in cut:
+            parameter.data = self.join(info, parameter.data.view(-1)).view(info.shape)
         active = self.active
         self.activate(active=False)
         try:

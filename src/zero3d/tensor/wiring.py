@@ -1,6 +1,7 @@
 """Which module of a cut model computes how: stand-ins for linear layers, hooks for the others."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from zero3d.tensor.modules import (
 )
 from zero3d.tensor.plan import Chosen
 from zero3d.tensor.shapes import COLUMNS, ROWS, first_name, is_transposed, module_at
+from zero3d.tensor.trial import Trial
 from zero3d.tensor.unnamed import Unnamed
 
 OUTPUTS = {"vocab": "logits", "colwise_gather_output": "whole"}
@@ -33,6 +35,8 @@ class Split(Cuts, Protocol):
     slicings: dict[str, Slicing]
     chosen: Sequence[Chosen]
 
+    def whole_module(self, module: nn.Module) -> AbstractContextManager[None]: ...
+
 
 class Wiring:
     """Of one model, until it is closed.
@@ -45,19 +49,21 @@ class Wiring:
         self._model = model
         self._blocks = {id(module) for block in blocks for module in block.modules()}
         self._stand_ins = StandIns(model)
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = [model.register_forward_pre_hook(self._shut_doors)]
+        self._doors: list[Door] = []
         outer: list[str] = []
         if cut.sequence:
             self._refuse_sequence(blocks)
             outer = [one.path for one in cut.chosen if one.style("sequence_end") or self._is_outer_column(one)]
         linears = [one for one in cut.chosen if one.style(*COLUMNS, *ROWS) and self._is_linear(one)]
-        for number, parent in enumerate(dict.fromkeys(one.parent for one in linears)):
-            self._wire_linears([one for one in linears if one.parent == parent], number)
+        for parent in dict.fromkeys(one.parent for one in linears):
+            self._wire_linears([one for one in linears if one.parent == parent])
         for one in cut.chosen:
             self._wire_module(one)
         if cut.sequence:
             self._before(blocks[0], RegionPart(cut, "sequence before the first block", blocks[0]).split)
             self._refuse_unnamed(blocks[0], outer)
+        self._try_out(blocks)
         self.summed = {name: self._holders(name) for name in self._summed(blocks)}
 
     def close(self) -> None:
@@ -65,13 +71,36 @@ class Wiring:
             hook.remove()
         self._stand_ins.close()
 
+    def _shut_doors(self, *_: object) -> None:
+        """What came in by a forward before is of no use to the next."""
+        for door in self._doors:
+            door.shut()
+
     def _is_linear(self, one: Chosen) -> bool:
         module = module_at(self._model, one.path)
         return module is not None and not isinstance(module, nn.Embedding)
 
-    def _wire_linears(self, siblings: Sequence[Chosen], number: int) -> None:
+    def _try_out(self, blocks: Sequence[nn.Module]) -> None:
+        """One module of each kind whose layers the user's plan cuts, and that gives sums of all parts."""
+        cut, kinds = self._cut, set()
+        for parent in dict.fromkeys(one.parent for one in cut.chosen if one.style(*COLUMNS)):
+            mine = [one for one in cut.chosen if one.parent == parent]
+            module = self._model.get_submodule(parent)
+            kind = (type(module), tuple(str(style) for one in mine for style in one.styles))
+            own = any(one.own for one in cut.chosen if one.parent == parent or one.path == parent)
+            if not own or not parent or kind in kinds or not any(one.style(*ROWS) for one in mine):
+                continue
+            kinds.add(kind)
+            on_parts = cut.sequence and id(module) in self._blocks and not self._in_whole(parent)
+            # The first block cuts the sequence itself.
+            enters = on_parts and module is not blocks[0]
+            trial = Trial(cut, cut, parent, module, cut_inputs=enters, cut_outputs=on_parts)
+            self._hooks.append(trial.hook)
+
+    def _wire_linears(self, siblings: Sequence[Chosen]) -> None:
         """Those of one module."""
         cut, door, parent = self._cut, Door(), siblings[0].parent
+        self._doors.append(door)
         columns = {one: self._column(one.path) for one in siblings}
         gathered = any(one.style("gather") and one.holds(parent) for one in cut.chosen)
         ends = any(one.style("sequence_end") for one in cut.chosen)
@@ -95,7 +124,6 @@ class Wiring:
                     column=column,
                     siblings=[columns[other] for other in siblings if other.style(*COLUMNS)],
                     door=door,
-                    number=number,
                     gathers=on_parts and (in_blocks or not ends),
                     enters=not (cut.sequence and gathered),
                     output=OUTPUTS.get(style.name, "cut"),
@@ -116,8 +144,9 @@ class Wiring:
             self._before(module, part.enter_all)
             self._after(module, part.reduce_output)
         if one.style("vocab") and isinstance(module, nn.Embedding):
-            rows = cut.slicings[first_name(self._model, module.weight)].local_extent
-            embedding = EmbeddingPart(cut, one.path, cut.axis.index * rows, rows)
+            slicing = cut.slicings[first_name(self._model, module.weight)]
+            rows = slicing.local_extent
+            embedding = EmbeddingPart(cut, one.path, cut.axis.index * rows, rows, slicing.extent)
             self._before(module, embedding.before)
             self._after(module, embedding.after)
         if cut.sequence and one.style("gather"):
