@@ -74,6 +74,7 @@ ALLOWED = {
         "params",
         "slicing",
         "stand_in",
+        "trees",
         "zero.shard",
     ],
     "planner": [

@@ -219,7 +219,7 @@ def test_what_cannot_be_is_refused_as_train_does(folder: Path) -> None:
     assert "3 ranks cannot be shared by parallel.tp = 2 Start 2 or 4" in refused(
         "-n", "3", "--set", "parallel.tp=2", "--set", "parallel.dp=auto"
     )
-    assert "2 stages on each rank" in refused("--set", "parallel.pp=2", "--set", "parallel.schedule=zbv")
+    assert "zbv has 2 stages a rank" in refused("--set", "parallel.pp=2", "--set", "parallel.schedule=zbv")
     assert "--allow-code" in refused("--set", "model.path=own_layout:build")
     plan = ("--set", 'parallel.plan={"blocks.*.mlp.uq" = "colwise"}', "--set", "parallel.tp=2")
     assert "no module matches" in refused(*plan)
