@@ -53,6 +53,7 @@ ALLOWED = {
     "optim": ["optim", "comm.bucket", "comm.flat", "zero.shard", "config", "contracts", "errors", "exact", "params"],
     "pipeline": [
         "pipeline",
+        "captures",
         "comm.texts",
         "config",
         "contracts",
@@ -67,6 +68,7 @@ ALLOWED = {
     "tensor": [
         "tensor",
         "blueprint",
+        "captures",
         "config",
         "contracts",
         "errors",

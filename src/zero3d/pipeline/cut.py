@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from zero3d.captures import refuse_captures
 from zero3d.config import Parallel
 from zero3d.errors import ConfigError, UsageError
 from zero3d.pipeline.gates import Gate
@@ -152,6 +153,7 @@ def _stages_of(model: nn.Module, gates: Sequence[Gate], number: int) -> dict[str
 def _refuse_other_models(model: nn.Module, blocks: Sequence[nn.Module], paths: Mapping[int, str], number: int) -> None:
     if number == 1:
         return
+    refuse_captures(model, "parallel.pp > 1", "those of other stages are not there")
     lists = {paths[id(block)].rpartition(".")[0] for block in blocks}
     if len(lists) > 1:
         raise ConfigError(

@@ -170,6 +170,7 @@ class Wiring:
                 "parallel.sequence_parallel = true, and no list of repeated blocks was found in the model",
                 hint='Name it with model.blocks = "path.of.the.list", or set parallel.sequence_parallel = false.',
             )
+        refuse_captures(self._model, "parallel.sequence_parallel = true", "each rank has a part of the sequence")
         named = any(one.style("sequence", "sequence_end") for one in self._cut.chosen)
         gathers = any(one.style("sequence_end") or self._is_outer_column(one) for one in self._cut.chosen)
         if not (named and gathers):
