@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from zero3d.captures import refuse_captures
 from zero3d.errors import ConfigError, UsageError
 from zero3d.slicing import Slicing
 from zero3d.stand_in import StandIns
