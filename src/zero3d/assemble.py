@@ -52,6 +52,7 @@ class Parts:
     counts_norms: bool
     uncounted: frozenset[str]
     speaks: bool
+    shared: frozenset[str]
     sums: Sequence[Tied | Partial]
     optimizer: ShardedOptimizer
     scaler: Scaler
@@ -119,6 +120,7 @@ def assemble(
         counts_norms=mesh.counts_norms,
         uncounted=frozenset(name for name, counted in counts.items() if not counted),
         speaks=pipeline.speaks and mesh.axes["tp"].index == 0,
+        shared=frozenset(shared),  # What no rank of one stage used, another's may have.
         sums=(tensor.partial(replica.shards), Tied(mesh.axes["pp"], shared, replica.shards)),
         optimizer=ShardedOptimizer(assignment, replica.shards, mesh.sharding),
         scaler=scaler,

@@ -47,7 +47,7 @@ def train_step(
     updated = totals.finite and totals.same_calls and totals.count > 0
     parts.scaler.update(totals.finite)
     if updated:
-        parts.optimizer.leave(totals.unused)
+        parts.optimizer.leave(totals.unused - parts.shared)
         with watcher.doing("update"):
             parts.replica.publish(parts.optimizer.step(shards, lr, clipping.coefficient / divisor))
     return Done(totals=totals, clipping=clipping, divisor=divisor, updated=updated)
