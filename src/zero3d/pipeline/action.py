@@ -4,8 +4,8 @@ Written `F0 F1 B0 ...` (kind, micro-batch) where each rank holds one stage, else
 """
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 _TEXT = re.compile(r"([FBIW])(\d{1,9})(?:\.(\d{1,9}))?", re.ASCII)
@@ -38,6 +38,22 @@ class Action:
     def full(self) -> str:
         """With its stage: F0.2 is the forward of micro-batch 0 in stage 2."""
         return f"{self}.{self.stage}"
+
+
+def whole_backwards(actions: Sequence[Action]) -> list[Action]:
+    """The same with one B for an I of the first stage that its W follows at once: no stage waits for what the I gives,
+    and nothing is gained by keeping what the W needs.
+
+    >>> [str(one) for one in whole_backwards([Action(Kind.INPUT, 0, 1), Action(Kind.WEIGHT, 0, 1)])]
+    ['B1']
+    """
+    found: list[Action] = []
+    for action in actions:
+        if action.kind is Kind.WEIGHT and not action.stage and found and found[-1] == replace(action, kind=Kind.INPUT):
+            found[-1] = replace(action, kind=Kind.BACKWARD)
+        else:
+            found.append(action)
+    return found
 
 
 def written(ranks: Iterable[Iterable[Action]]) -> list[list[str]]:

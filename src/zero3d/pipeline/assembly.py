@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zero3d.comm.texts import everyones_text
 from zero3d.config import Parallel
 from zero3d.contracts import Axis, Batch, Loss
-from zero3d.pipeline.action import Action
+from zero3d.pipeline.action import Action, whole_backwards
 from zero3d.pipeline.calling import Call
 from zero3d.pipeline.cut import cut
 from zero3d.pipeline.deferred import Deferral
@@ -91,7 +91,8 @@ class Pipeline:
     def actions(self, micro_batches: int) -> Sequence[Action]:
         """Of this rank in one step."""
         if micro_batches != self._planned:
-            self._plan = self._schedule.actions(self.stages.number, self._axis.size, micro_batches)
+            ranks = self._schedule.actions(self.stages.number, self._axis.size, micro_batches)
+            self._plan = [whole_backwards(actions) for actions in ranks]
             self._planned = micro_batches
             for boundary in self._boundaries():
                 boundary.follow(self._plan[boundary.peer])
