@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from zero3d.cli.plain_table import PlainTable
 from zero3d.cli.style import size
 from zero3d.config import Config
-from zero3d.pipeline.action import whole_backwards
 from zero3d.planner.bubble import actions
 from zero3d.planner.reduction import Part, StepBytes, step_bytes
 
@@ -34,9 +33,7 @@ def by_pp(config: Config, found: "Outline") -> list[StepBytes]:
             sum(info.numel for info in found.held(pp) if info.trainable is kind) for kind in (True, False)
         )
         parts.append(Part(trained=trained, frozen=frozen, outside=found.num_outside(pp)))
-    return [
-        step_bytes(config, part, mine) for part, mine in zip(parts, map(whole_backwards, actions(config)), strict=True)
-    ]
+    return [step_bytes(config, part, mine) for part, mine in zip(parts, actions(config), strict=True)]
 
 
 def as_event(choices: Mapping[str, Config], found: "Outline") -> dict[str, list[dict[str, int]]]:

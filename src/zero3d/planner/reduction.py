@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero3d.config import Config
-from zero3d.pipeline.action import Action, Kind
+from zero3d.pipeline.action import Action, Kind, whole_backwards
 from zero3d.planner.memory import BYTES, states, widths_of
 
 PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT)
@@ -48,6 +48,7 @@ class StepBytes:
 
 def step_bytes(config: Config, part: Part, actions: Sequence[Action]) -> StepBytes:
     """Of a rank that does `actions` in a step of the resolved `config`."""
+    actions = whole_backwards(actions)
     zero, dp = config.zero, config.parallel.dp
     assert dp != "auto" and zero.reduce != "auto", "resolved"
     group = dp // zero.replicas
