@@ -20,8 +20,10 @@ from transformers.pytorch_utils import Conv1D
 
 from tests.world import run_ranks
 from zero3d.comm.mesh import open_mesh
+from zero3d.config import Parallel
 from zero3d.initial import draw
 from zero3d.layout import Layout
+from zero3d.params import ParamInfo
 from zero3d.tensor.split import TensorParallel, split
 
 pytestmark = pytest.mark.ranks
@@ -213,17 +215,27 @@ def expected(case: Case, dtype: torch.dtype) -> Found:
 
 
 class NoDropout:
-    def enter_cut(self, number: int) -> None: ...
+    def enter_cut(self) -> None: ...
     def leave_cut(self) -> None: ...
 
 
 def cut(case: Case, axis: Any) -> tuple[Net, TensorParallel]:
-    blueprint, tensor = split(draw(made(case), 0), axis, NoDropout(), {}, made(case).plan, sequence=False)
+    blueprint, tensor = split(draw(made(case), 0), axis, NoDropout(), {}, Parallel(plan=made(case).plan))
     model: Any = blueprint.model
     for name, parameter in model.named_parameters():
         blueprint.fill(name, parameter.data)
     tensor.watch(model, [])
     return model, tensor
+
+
+def of_all_holders(tensor: TensorParallel, info: ParamInfo, gradient: Tensor) -> Tensor:
+    """What a step adds up once, of parameters that several ranks hold alike."""
+    if info.slicing is None or info.slicing.copies == 1:
+        return gradient
+    every = gradient.new_empty(tensor.axis.size, gradient.numel())
+    tensor.axis.all_gather(every.view(-1), gradient, "gradient").wait()
+    holders = info.slicing.holders(tensor.axis.index)
+    return every[holders.start : holders.stop].sum(dim=0, dtype=torch.float32).to(gradient)
 
 
 def found_on_rank(some: list[Case]) -> list[Found]:
@@ -240,7 +252,8 @@ def found_on_rank(some: list[Case]) -> list[Found]:
         for info in infos:
             gradient = model.get_parameter(info.name).grad
             if gradient is not None:
-                gradients[info.name] = tensor.join(info, gradient.contiguous().view(-1)).view(info.shape)
+                summed = of_all_holders(tensor, info, gradient.contiguous().view(-1))
+                gradients[info.name] = tensor.join(info, summed).view(info.shape)
         with tensor.whole(model, infos), torch.no_grad():
             whole_output = copy.deepcopy(model(x))
         found.append(Found(output, x.grad, gradients, whole_output))

@@ -201,7 +201,7 @@ class ModelStage:
 def whole_count(count: Tensor | float, who: str) -> Tensor:
     """A number of targets as a 0-dim integer tensor. Raises `UsageError` for one that is not whole; `who` gave it."""
     counted = torch.as_tensor(count)
-    if counted.is_floating_point() and not bool(counted == counted.round()) | bool(counted.isinf()):
+    if counted.is_floating_point() and not float(counted).is_integer():
         raise UsageError(
             f"{who} {float(counted)} targets",
             hint="The count must be a whole number. Weights of targets belong into the sum.",
