@@ -53,7 +53,6 @@ ALLOWED = {
     "optim": ["optim", "comm.bucket", "comm.flat", "zero.shard", "config", "contracts", "errors", "exact", "params"],
     "pipeline": [
         "pipeline",
-        "captures",
         "comm.texts",
         "config",
         "contracts",
@@ -62,13 +61,13 @@ ALLOWED = {
         "randomness",
         "stand_in",
         "trees",
+        "unfit",
         "zero.guard",
         "zero.shard",
     ],
     "tensor": [
         "tensor",
         "blueprint",
-        "captures",
         "config",
         "contracts",
         "errors",
@@ -77,6 +76,7 @@ ALLOWED = {
         "slicing",
         "stand_in",
         "trees",
+        "unfit",
         "zero.shard",
     ],
     "planner": [

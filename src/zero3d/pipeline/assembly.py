@@ -14,7 +14,7 @@ from zero3d.pipeline.action import Action, whole_backwards
 from zero3d.pipeline.calling import Call
 from zero3d.pipeline.cut import cut
 from zero3d.pipeline.deferred import Deferral
-from zero3d.pipeline.exchange import Arrived, Boundary
+from zero3d.pipeline.exchange import Boundary
 from zero3d.pipeline.gates import Gates
 from zero3d.pipeline.outputs import joined, plain, shared
 from zero3d.pipeline.placed import Placed
@@ -115,11 +115,7 @@ class Pipeline:
         with self._randomness.step(0):
             self._randomness.enter(0)
             for number, stage in sorted(self.local.items()):
-                arrived = Arrived() if stage.before is None else stage.before.receive(0, ("first",))
-                run = stage.try_out(batch, arrived)
-                if stage.after is not None:
-                    given, specs = {**arrived.tensors, **run.given}, {**arrived.specs, **run.made}
-                    stage.after.send(0, ("first",), given, specs)
+                run = stage.try_out(batch, ("first",))
                 told[str(number)] = {"used": sorted(run.used), "given": list(run.given)}
         self.settle()
         kept.put_back()

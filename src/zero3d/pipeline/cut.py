@@ -6,12 +6,12 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from zero3d.captures import refuse_captures
 from zero3d.config import Parallel
-from zero3d.errors import ConfigError, UsageError
+from zero3d.errors import ConfigError
 from zero3d.pipeline.gates import Gate
 from zero3d.pipeline.partition import Cost, by_hand, partition
 from zero3d.pipeline.schedules.registry import Named
+from zero3d.unfit import refuse_captures, refuse_compiled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,9 +161,4 @@ def _refuse_other_models(model: nn.Module, blocks: Sequence[nn.Module], paths: M
             hint="Stages are cut from one list whose blocks run one after the other. Name it with model.blocks, or use "
             "parallel.tp and zero.level = 3 for models such as encoder-decoders.",
         )
-    for name, module in model.named_modules():
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-            raise UsageError(
-                f"module {name or '(the model)'} is compiled, and parallel.pp > 1 changes what modules compute",
-                hint="Leave torch.compile out where parallel.pp > 1.",
-            )
+    refuse_compiled(model, "parallel.pp > 1")

@@ -136,11 +136,14 @@ class ModelStage:
         if live.before is not None:
             live.before.put_back()
 
-    def try_out(self, batch: Batch, arrived: Arrived) -> Run:
+    def try_out(self, batch: Batch, signature: Signature) -> Run:
         """A forward whose result is of no account: what it needs, and what it gives."""
+        arrived = self._receive(0, signature)
         run = self._run_of(arrived)
         output = self._compute(batch, run)
-        if self.after is None:
+        if self.after is not None:
+            self._send(self.after, 0, signature, arrived, run)
+        else:
             self._losses(output, batch)
         return run
 
@@ -156,14 +159,11 @@ class ModelStage:
         # Autograd may keep buffers that a forward has written to: they are put back once backward is over.
         before = Buffers(self._model) if isinstance(x, Padding) else None
         batch, signature = (x.batch if isinstance(x, Padding) else x), _signature(x)
-        arrived = Arrived() if self.before is None else self.before.receive(micro_batch, signature)
+        arrived = self._receive(micro_batch, signature)
         run = self._run_of(arrived)
         output = self._compute(batch, run)
         if self.after is not None:
-            run.refuse_changed(self.after.names or ())
-            given: dict[str, Tensor] = {**arrived.tensors, **run.entered, **run.given}
-            specs: dict[str, Spec] = {**arrived.specs, **run.made}
-            self.after.send(micro_batch, signature, given, specs)
+            given = self._send(self.after, micro_batch, signature, arrived, run)
             return Live(signature=signature, outgoing=given, received=arrived.tensors, before=before)
         if outputs is not None and not isinstance(x, Padding):
             outputs.append(output)
@@ -173,6 +173,19 @@ class ModelStage:
             outcome = Outcome(torch.zeros_like(outcome.loss), torch.zeros_like(count))
         self.outcomes.append(outcome)
         return Live(signature=signature, outcome=outcome, loss=loss, received=arrived.tensors, before=before)
+
+    def _receive(self, micro_batch: int, signature: Signature) -> Arrived:
+        return Arrived() if self.before is None else self.before.receive(micro_batch, signature)
+
+    def _send(
+        self, after: Boundary, micro_batch: int, signature: Signature, arrived: Arrived, run: Run
+    ) -> dict[str, Tensor]:
+        """-> what there is to be carried, from this stage and from earlier ones."""
+        run.refuse_changed(after.names or ())
+        given: dict[str, Tensor] = {**arrived.tensors, **run.entered, **run.given}
+        specs: dict[str, Spec] = {**arrived.specs, **run.made}
+        after.send(micro_batch, signature, given, specs)
+        return given
 
     def _run_of(self, arrived: Arrived) -> Run:
         return Run(

@@ -36,8 +36,8 @@ class ColumnPart:
     """A linear layer of which this rank has some of the outputs.
 
     siblings: columns of the same module; gathers: its input is a part of the sequence;
-    enters: its input is whole (or a part of the sequence), not cut already; vocabulary: of what `cuts_logits` or is
-    gathered, without padding.
+    enters: its input is whole (or a part of the sequence), not cut already; output: what becomes of its outputs, "cut",
+    "logits" or "whole"; extent: of all ranks' outputs, without padding
     """
 
     cuts: Cuts

@@ -17,7 +17,7 @@ from zero3d import params
 from zero3d.blueprint import Blueprint, Values
 from zero3d.config import Parallel
 from zero3d.contracts import Axis
-from zero3d.errors import ConfigError, UsageError
+from zero3d.errors import ConfigError
 from zero3d.params import ParamInfo
 from zero3d.slicing import Slicing
 from zero3d.tensor.modules import Streams
@@ -25,6 +25,7 @@ from zero3d.tensor.partial import Partial
 from zero3d.tensor.plan import Chosen, choose
 from zero3d.tensor.shapes import module_at, slicings
 from zero3d.tensor.wiring import Wiring
+from zero3d.unfit import refuse_compiled
 from zero3d.zero.shard import Shard
 
 
@@ -154,7 +155,7 @@ def split(
     chosen = choose(plan, names, options.plan)
     if axis.size == 1:
         return blueprint, tensor
-    _refuse_compiled(model)
+    refuse_compiled(model, "parallel.tp > 1")
     tensor.chosen = chosen
     tensor.slicings = slicings(model, chosen, axis.size)
     if not tensor.slicings:
@@ -234,12 +235,3 @@ def _cut(whole: Tensor, slicing: Slicing, index: int) -> Tensor:
         extents = (slicing.padding[index] if dim == slicing.dim else size for dim, size in enumerate(whole.shape))
         parts.append(whole.new_zeros(tuple(extents)))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=slicing.dim)
-
-
-def _refuse_compiled(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-            raise UsageError(
-                f"module {name or '(the model)'} is compiled, and parallel.tp > 1 changes what modules compute",
-                hint="Leave torch.compile out where parallel.tp > 1.",
-            )

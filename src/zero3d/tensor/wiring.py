@@ -7,7 +7,6 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zero3d.captures import refuse_captures
 from zero3d.errors import ConfigError, UsageError
 from zero3d.slicing import Slicing
 from zero3d.stand_in import StandIns
@@ -24,6 +23,7 @@ from zero3d.tensor.plan import Chosen
 from zero3d.tensor.shapes import COLUMNS, ROWS, first_name, is_transposed, module_at
 from zero3d.tensor.trial import Trial
 from zero3d.tensor.unnamed import Unnamed
+from zero3d.unfit import refuse_captures
 
 OUTPUTS = {"vocab": "logits", "colwise_gather_output": "whole"}
 """What becomes of a column's outputs; of all others they stay cut."""
@@ -110,15 +110,17 @@ class Wiring:
             on_parts = cut.sequence and not self._in_whole(one.path)
             style = one.style(*COLUMNS, *ROWS)
             assert style is not None
-            part: ColumnPart | RowPart = RowPart(
-                cuts=cut,
-                label=one.path,
-                column=column,
-                door=door,
-                splits=style.name == "rowwise_split_input",
-                scatters=on_parts and in_blocks,
-            )
-            if style.name in COLUMNS:
+            part: ColumnPart | RowPart
+            if style.name in ROWS:
+                part = RowPart(
+                    cuts=cut,
+                    label=one.path,
+                    column=column,
+                    door=door,
+                    splits=style.name == "rowwise_split_input",
+                    scatters=on_parts and in_blocks,
+                )
+            else:
                 part = ColumnPart(
                     cuts=cut,
                     label=one.path,
