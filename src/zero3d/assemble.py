@@ -15,6 +15,8 @@ from zero3d.contracts import Axis, Loss, ModelSource, OptimizerChoice
 from zero3d.initial import draw
 from zero3d.models.plans import tensor_plan
 from zero3d.notices import notices
+from zero3d.offload.homes import Offloaded, OnDevice, homes_for
+from zero3d.offload.update import OffloadedOptimizer
 from zero3d.optim.assignment import assign
 from zero3d.optim.sharded import ShardedOptimizer
 from zero3d.params import ParamInfo
@@ -54,19 +56,16 @@ class Parts:
     speaks: bool
     shared: frozenset[str]
     sums: Sequence[Tied | Partial]
-    optimizer: ShardedOptimizer
+    homes: OnDevice | Offloaded
+    optimizer: ShardedOptimizer | OffloadedOptimizer
     scaler: Scaler
     clip_norm: float
     notice: str
 
     def close(self) -> None:
         """Modules and gradients are the user's again; weights can still be gathered, read and written."""
-        self.replica.close()
-        self.pipeline.close()
-        self.tensor.close()
-        self.randomness.close()
-        for block in self.recomputed:
-            block.close()
+        for part in (self.replica, self.homes, self.pipeline, self.tensor, self.randomness, *self.recomputed):
+            part.close()
 
     @property
     def stages(self) -> Mapping[int, ModelStage]:
@@ -99,7 +98,8 @@ def assemble(
     randomness.watch(model, blocks, apart=tensor.sequence)
     recomputed = recompute(model, blocks, config.recompute.mode)
     units = of_rank(split_units(model, blocks), pipeline.placed.has, shared)
-    replica = replica_for(options_for(config), mesh.sharding, blueprint, units, dtypes, device, pipeline.root)
+    homes = homes_for(config, mesh, dtypes, assignment)
+    replica = replica_for(options_for(config), mesh.sharding, blueprint, units, dtypes, device, homes, pipeline.root)
     tensor.watch(model, blocks)
     scaler = Scaler(enabled=dtypes.compute_rule is torch.float16)
     pipeline.open(loss, partial(scaler.for_loss, axis), blocks)
@@ -122,7 +122,8 @@ def assemble(
         speaks=pipeline.speaks and mesh.axes["tp"].index == 0,
         shared=frozenset(shared),  # What no rank of one stage used, another's may have.
         sums=(tensor.partial(replica.shards), Tied(mesh.axes["pp"], shared, replica.shards)),
-        optimizer=ShardedOptimizer(assignment, replica.shards, mesh.sharding),
+        homes=homes,
+        optimizer=homes.optimizer(assignment, replica.shards, mesh.sharding),
         scaler=scaler,
         clip_norm=config.optimizer.clip_norm,
         notice=notices(blueprint.notice, model, has_blocks=bool(blocks), gathers=gathers(config)),

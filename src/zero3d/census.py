@@ -12,13 +12,15 @@ KINDS = ("weights", "gradients", "optimizer", "buffers")
 
 
 def held(parts: Parts) -> dict[str, int]:
-    """kind -> bytes. Memory that serves two kinds counts for the first of `KINDS`."""
-    tensors: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
-    for kind, tensor in (*parts.replica.held(), *parts.optimizer.held()):
+    """kind -> bytes. Memory that serves two kinds counts for the first of `KINDS`; with offload "host", "disk" and
+    "staging" follow, and the others are what the device holds."""
+    kinds = (*KINDS, *parts.homes.kinds)
+    tensors: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
+    for kind, tensor in (*parts.replica.held(), *parts.optimizer.held(), *parts.homes.held()):
         tensors[kind].append(tensor)
     tensors["buffers"] += [*parts.axis.held(), *parts.model.buffers()]
     seen: set[int] = set()
-    return {kind: _fresh_bytes((one.untyped_storage() for one in tensors[kind]), seen) for kind in KINDS}
+    return {kind: _fresh_bytes((one.untyped_storage() for one in tensors[kind]), seen) for kind in kinds}
 
 
 def activations(parts: Parts, micro_batch: Batch) -> int:
@@ -49,7 +51,7 @@ def activations(parts: Parts, micro_batch: Batch) -> int:
 def dtypes(parts: Parts) -> list[tuple[str, str]]:
     """(what, dtypes) as they are now."""
     shards = parts.replica.shards
-    state = [value for kind, value in parts.optimizer.held() if kind == "optimizer"]
+    state = [value for kind, value in parts.optimizer.held() if kind in ("optimizer", "host", "disk")]
     rows = {
         "weights": [parameter.dtype for parameter in parts.model.parameters()],
         "master weights": [shard.master.dtype for shard in shards],

@@ -46,6 +46,10 @@ OTHER_WORDS = {
     "bf16": "precision.compute",
     "fp16": "precision.compute",
     "activation_checkpointing": "recompute.mode",
+    "cpu_offload": "offload.optimizer",
+    "offload_optimizer": "offload.optimizer",
+    "offload_param": "offload.parameters",
+    "nvme_path": "offload.folder",
 }
 """What other tools call things -> the key here, for the hint when one is not known."""
 
@@ -173,7 +177,8 @@ class Zero(Section):
     prefetch: NotNegative = 1
     """Level 3: how many blocks are gathered ahead of use."""
     reduce: Literal["auto", "step", "micro-batch"] = "auto"
-    """When gradients are reduced: once a step (default at levels 0 and 1) or once a micro-batch (2 and 3)."""
+    """When gradients are reduced: once a step (default at levels 0 and 1, and in a pipeline) or once a micro-batch
+    (at 2 and 3, and at each level with offload.optimizer, so that the device holds no sums)."""
     overlap: bool = True
     """Reductions and gathers run while the model computes; off, each is waited for at once."""
     keep_gathered: Annotated[tuple[str, ...], FromList] | Literal["step"] = ()
@@ -186,6 +191,28 @@ class Zero(Section):
     matrices, such as Muon or Adafactor; "auto" stands for those whose optimizer does."""
     replicas: Positive = 1
     """Levels 1 to 3: shard within groups of dp / replicas ranks, and reduce across the groups."""
+
+
+class Offload(Section):
+    optimizer: Literal["device", "host", "disk"] = "device"
+    """Home of master weights and optimizer state, and where they are updated. "host": this machine's memory, summed
+    gradients too. "disk": files in `folder`, updated by the host, with summed gradients in its memory."""
+    parameters: Literal["device", "host"] = "device"
+    """Level 3: home of the shards of the weights that the model computes with; "host": they are brought ahead of
+    use."""
+    folder: str | None = None
+    """optimizer = "disk": the folder of its files, on a disk of this machine."""
+    delayed_update: NotNegative = 0
+    """0: a step ends with its update. N: after N steps of warm-up the host updates for one step while the device
+    computes the next, whose weights are then one update behind."""
+    fraction: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = 1.0
+    """The part of the elements whose optimizer goes to its home, in whole buckets; the rest stays on the device.
+    "auto": as little as makes the device's part fit `device_mb`, which each rank finds from its buckets."""
+    device_mb: Annotated[float, Field(gt=0)] | None = None
+    """fraction = "auto": MB that a rank's weights, held gradients and optimizer state may take on its device."""
+    threads: Positive | Literal["auto"] | None = "auto"
+    """Threads of a rank's update on the host; "auto": the cores of the machine divided by its ranks, which each machine
+    finds for itself."""
 
 
 class Precision(Section):
@@ -214,6 +241,7 @@ class Config(Section):
     optimizer: Optimizer = Optimizer()
     parallel: Parallel = Parallel()
     zero: Zero = Zero()
+    offload: Offload = Offload()
     precision: Precision = Precision()
     recompute: Recompute = Recompute()
 
@@ -265,7 +293,8 @@ class Config(Section):
         }
 
     def resolved(self, world: int, native_bf16: bool, *, own_batches: bool = False) -> "Config":
-        """The same with no "auto" left, checked for `world` ranks.
+        """The same with no "auto" left, checked for `world` ranks. (Two of `[offload]` stay where something is
+        offloaded: `fraction`, to which ranks with other buckets have other answers, and `threads`, as other machines.)
 
         `native_bf16`: products in bf16 are no slower than in fp32 on this machine. `own_batches`: the caller
         brings its batches, so `[data]` says nothing about them and a missing `micro_batch` stays missing.
@@ -285,7 +314,8 @@ class Config(Section):
             micro_batch = self.data.global_batch // dp
         when = self.zero.reduce
         if when == "auto":
-            when = "step" if self.zero.level <= 1 or self.parallel.pp > 1 else "micro-batch"
+            late = self.zero.level <= 1 and self.offload.optimizer == "device"
+            when = "step" if late or self.parallel.pp > 1 else "micro-batch"
         compute = self.precision.compute
         if compute == "auto":
             compute = "bf16" if native_bf16 else "fp32"
@@ -296,6 +326,8 @@ class Config(Section):
         tree = self.model_dump()
         tree["parallel"] |= {"dp": dp, "micro_batch": micro_batch}
         tree["zero"] |= {"reduce": when}
+        if self.offload.threads in ("auto", None):
+            tree["offload"] |= {"threads": None if self.offload.optimizer == "device" else "auto"}
         tree["precision"] |= {"compute": compute, "reduce": travel}
         if own_batches:
             del tree["data"]["global_batch"]

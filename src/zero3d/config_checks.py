@@ -3,6 +3,7 @@
 `problems` needs the configuration alone; `batch_problems` also the size of dp, once that is known.
 """
 
+import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -55,6 +56,9 @@ def problems(config: "Config") -> Iterator[Problem]:
         )
     elif config.parallel.dp != "auto":
         yield from _replica_problems(config, config.parallel.dp)
+    yield from _offload_problems(config)
+    if config.parallel.dp != "auto":
+        yield from _home_problems(config, config.parallel.dp)
     # Who calls the engine with batches of their own does not set a size here.
     if config.parallel.dp != "auto" and "global_batch" in config.data.model_fields_set:
         yield from batch_problems(config, config.parallel.dp)
@@ -149,6 +153,73 @@ def _replica_problems(config: "Config", dp: int) -> Iterator[Problem]:
         )
 
 
+def _offload_problems(config: "Config") -> Iterator[Problem]:
+    """What is set means something, and what it needs is there."""
+    offload, level = config.offload, config.zero.level
+    home = offload.optimizer
+    if home == "device":
+        for key, field in type(offload).model_fields.items():
+            value = getattr(offload, key)
+            if value not in (field.default, None):
+                wanted = '"disk"' if key == "folder" else '"host" or "disk"'
+                yield Problem(
+                    f"offload.{key}",
+                    f'offload.{key} = {json.dumps(value)} at offload.optimizer = "device", where nothing is offloaded',
+                    f"Set offload.optimizer to {wanted}, or leave offload.{key} out.",
+                )
+        return
+    if offload.parameters == "host" and level != 3:
+        yield Problem(
+            "offload.parameters",
+            f'offload.parameters = "host" at zero.level = {level}, where the device needs all weights at all times',
+            "Set zero.level = 3, or leave offload.parameters out.",
+        )
+    if home == "disk" and not offload.folder:
+        yield Problem(
+            "offload.folder",
+            'offload.optimizer = "disk" has no folder for its files',
+            'Set offload.folder to a folder on a fast disk, or offload.optimizer = "host".',
+        )
+    if home == "host" and offload.folder is not None:
+        yield Problem(
+            "offload.folder",
+            f'offload.folder = {json.dumps(offload.folder)} at offload.optimizer = "host", which writes no files',
+            'Set offload.optimizer = "disk", or leave offload.folder out.',
+        )
+    if offload.fraction == "auto" and offload.device_mb is None:
+        yield Problem(
+            "offload.fraction",
+            'offload.fraction = "auto" does not know what the device has room for',
+            "Set offload.device_mb to the MB that model states may take there, or a fraction of at most 1.",
+        )
+    if offload.fraction != "auto" and offload.device_mb is not None:
+        yield Problem(
+            "offload.device_mb",
+            f"offload.device_mb = {offload.device_mb:g} and offload.fraction = {offload.fraction:g} both say how much "
+            "stays on the device",
+            'Set offload.fraction = "auto", or leave offload.device_mb out.',
+        )
+    if config.zero.whole_parameters:
+        yield Problem(
+            "zero.whole_parameters",
+            f"zero.whole_parameters = {json.dumps(config.zero.whole_parameters)} with offload.optimizer = "
+            f'"{home}": the optimizer state of whole parameters stays on the device',
+            'Leave zero.whole_parameters out and use an elementwise optimizer, or set offload.optimizer = "device".',
+        )
+
+
+def _home_problems(config: "Config", dp: int) -> Iterator[Problem]:
+    """What leaves the device leaves in shards: at level 0 each rank would keep and update the same on the host."""
+    home = config.offload.optimizer
+    if home != "device" and config.zero.level == 0 and dp > 1:
+        yield Problem(
+            "offload.optimizer",
+            f'offload.optimizer = "{home}" at zero.level = 0 on dp = {_ranks(dp)}, each of which would keep and update '
+            "all of the optimizer state",
+            f"Set zero.level to 1, 2 or 3, where each has 1/{dp} of it, or use one rank.",
+        )
+
+
 def filling_problems(config: "Config", world: int) -> Iterator[Problem]:
     """The ranks that were started can be shared by tp and pp, and dp fills what is left."""
     tp, pp = config.parallel.tp, config.parallel.pp
@@ -174,6 +245,7 @@ def world_problems(config: "Config", dp: int, world: int) -> Iterator[Problem]:
             f'Start {dp * tp * pp} (-n {dp * tp * pp}), or set parallel.dp = "auto" to fill what is started.',
         )
     yield from _replica_problems(config, dp)
+    yield from _home_problems(config, dp)
 
 
 def batch_problems(config: "Config", dp: int) -> Iterator[Problem]:

@@ -2,7 +2,7 @@
 
 batch ──> step ──> runtime ──(action)──> Stage ──> the user's module
             │          └──(turn)───> Replica ──> Axis ──> ranks
-            │                            └── Shard
+            │                            └── Shard ──(deliver)──> Home
             └──(shards)──> Optimizer
 """
 
@@ -10,9 +10,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from zero3d.comm.bucket import Bucket
     from zero3d.pipeline.action import Action
     from zero3d.zero.shard import Shard
 
@@ -121,6 +123,61 @@ class Replica(Protocol):
 
     def publish(self, shards: Iterable["Shard"]) -> None:
         """New master weights become the model's weights on every rank, at the latest when they are used."""
+        ...
+
+
+class Home(Protocol):
+    """Where the optimizer's part of shards lives that is not beside the weights: master weights, summed gradients,
+    state."""
+
+    def shard(self, bucket: "Bucket", span: slice, initial: Tensor, weights: Tensor, held: torch.dtype) -> "Shard":
+        """A shard whose master weights are a copy of `initial` [n] here, whose gradient is summed in `held`, and whose
+        `weights` [n] the model computes with."""
+        ...
+
+    def make_room(self) -> None:
+        """Waits until at most one gradient is on its way here."""
+        ...
+
+    def deliver(
+        self, shard: "Shard", gradient: Tensor, free: Callable[[], None], *, first: bool, final: bool
+    ) -> Pending:
+        """`gradient` [n] becomes (`first`), or is added to, the shard's; `free` is called when it has been read. What
+        is pending is that it has arrived, and if `final` that the norms of the sum are known."""
+        ...
+
+    def norms(self, shard: "Shard") -> Tensor:
+        """Norms of groups of 64 elements of the sum that has arrived, fp64."""
+        ...
+
+
+class Store(Protocol):
+    """Where parts of the model's weights are kept that are not on the device. `kind`: what they count as."""
+
+    kind: str
+
+    def keep(self, first: Tensor, dtype: torch.dtype) -> Tensor:
+        """A part [n] that is kept here, with the values of `first`."""
+        ...
+
+    def lift(self, part: Tensor, out: Tensor) -> Pending:
+        """Starts to bring `part` into `out` [n] on the device."""
+        ...
+
+
+class Homes(Protocol):
+    """Which bucket has which home."""
+
+    store: Store | None
+    """None: weights are on the device."""
+
+    def plan(self, buckets: "Sequence[Bucket]", axis: Axis, whole: bool) -> None:
+        """Called once with all buckets, before anything is allocated: raises `ConfigError` for what will not fit.
+        `whole`: gradients are summed on the device, whole, and leave once a step. Collective."""
+        ...
+
+    def of(self, bucket: "Bucket") -> Home | None:
+        """None: beside the weights."""
         ...
 
 

@@ -1,8 +1,9 @@
 """Which dtype everything has, and the loss scaler of fp16."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import log2
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,6 +89,23 @@ class Scaler:
         self.scale, self.bad_steps = other.scale, other.bad_steps
         self._good_steps, self._started = other._good_steps, other._started
         self._shares = other._shares
+
+    def state(self) -> dict[str, Any]:
+        """What a scaler goes on from in another process."""
+        return {
+            "enabled": self.enabled,
+            "scale": self.scale,
+            "bad_steps": self.bad_steps,
+            "good_steps": self._good_steps,
+            "started": self._started,
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Where it or the other is no fp16 scaler there is nothing to go on from."""
+        if self.enabled and state["enabled"]:
+            self.scale, self.bad_steps = state["scale"], state["bad_steps"]
+            self._good_steps, self._started = state["good_steps"], state["started"]
+            self._shares = not self._started
 
     def update(self, finite: bool) -> None:
         """After a step whose numbers were `finite`, or not and so left out."""

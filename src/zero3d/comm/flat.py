@@ -44,13 +44,13 @@ class Pool:
 class Window:
     """A flat tensor [numel] that has memory only while it is shown; tensors viewing it come and go with it.
 
-    `part` is what is kept of it. Where that is all, it is the window itself, and nothing needs to come or go.
+    `part` is what is kept of it. Where that is all, and here, it `stays`: the window itself, and nothing comes or goes.
     A new window is shown, so that views of it can be made; that memory is dropped when it is first hidden.
     """
 
-    def __init__(self, numel: int, part: Tensor, pool: Pool) -> None:
+    def __init__(self, numel: int, part: Tensor, pool: Pool, *, stays: bool) -> None:
         self._pool = pool
-        self._stays = part.numel() == numel
+        self._stays = stays
         self._lent: Tensor | None = None
         self.shown = True
         self.tensor = part if self._stays else fresh(numel, part.dtype, pool.device)

@@ -45,6 +45,7 @@ class Board(Protocol):
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
     def compare_set(self, key: str, expected: str, value: str, /) -> bytes: ...
+    def add(self, key: str, amount: int, /) -> int: ...
 
 
 class Meeting(NamedTuple):
@@ -87,6 +88,7 @@ class Lookout:
         self.verdict: DivergedError | None = None
         self.under_way: dict[int, Pending] = {}
         self._begun: dict[str, int] = {}
+        self._come: dict[str, int] = {}
         self._board: Board | None = None
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -145,6 +147,24 @@ class Lookout:
                 first = peer  # The board is gone with its rank.
         self.check()
         return first if first != self._rank else peer
+
+    def here(self, what: str, change: int = 1) -> int:
+        """This rank has come to `what`, once more (-1: it left again). -> how many ranks have not come to it
+        that often; 0 without a board. A change of 0 only asks."""
+        if self._board is None:
+            return 0
+        with self._lock:
+            turn = self._come.get(what, 0) + max(change, 0)
+            self._come[what] = turn + min(change, 0)
+            if change:
+                self._write(f"at {what} {self._rank}", str(self._come[what]))
+            return self._size - self._board.add(f"at {what}, time {turn}", change)
+
+    def absent(self, what: str) -> list[int]:
+        """The ranks that have not come to `what` as often as this one."""
+        with self._lock:
+            turn = self._come[what]
+            return [rank for rank in range(self._size) if int(self._find(f"at {what} {rank}") or 0) < turn]
 
     def doing(self, peer: int) -> str:
         """What `peer` did when this rank last looked, for errors."""

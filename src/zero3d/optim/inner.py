@@ -45,9 +45,7 @@ class Inner:
         """
         for tensor, gradient in zip(self._tensors, gradients):
             tensor.grad = gradient
-        for group in self._optimizer.param_groups:
-            if "lr" in group:
-                group["lr"] = group["initial_lr"] * lr
+        self.set_lr(lr)
         if scale is not None:
             self._optimizer.grad_scale = torch.tensor(  # type: ignore[attr-defined]
                 1.0 / scale, device=self._tensors[0].device
@@ -55,6 +53,12 @@ class Inner:
         self._optimizer.step()
         for tensor in self._tensors:
             tensor.grad = None
+
+    def set_lr(self, lr: float) -> None:
+        """`lr` times each group's own learning rate."""
+        for group in self._optimizer.param_groups:
+            if "lr" in group:
+                group["lr"] = group["initial_lr"] * lr
 
     def state(self) -> list[Mapping[str, Tensor]]:
         """Of each tensor, in their order."""

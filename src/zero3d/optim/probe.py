@@ -62,6 +62,17 @@ def learning_rate(build: OptimizerFactory) -> float:
     return float(_built(build, [torch.nn.Parameter(_matrix())]).param_groups[0].get("lr", 0.0))
 
 
+def state_per_element(build: OptimizerFactory) -> int:
+    """How many elements of state the optimizer keeps for one of a parameter, rounded up."""
+    parameter = torch.nn.Parameter(torch.ones(SHAPE[0] * SHAPE[1]))
+    optimizer = _built(build, [parameter])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = optimizer.state.get(parameter, {}).values()
+    kept = sum(value.numel() for value in state if isinstance(value, Tensor) and value.dim())
+    return -(-kept // parameter.numel())
+
+
 def _matrix() -> Tensor:
     return torch.linspace(-1.0, 1.0, SHAPE[0] * SHAPE[1]).view(SHAPE)
 

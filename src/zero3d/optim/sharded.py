@@ -110,6 +110,22 @@ class ShardedOptimizer:
                     flat.inner.set_state(index, {key: cut(value, piece) for key, value in states[piece.name].items()})
         self._whole.set_states(states)
 
+    @property
+    def wants_whole(self) -> frozenset[str]:
+        """The parameters that this rank updates whole."""
+        return self._whole.wanted
+
+    def set_state_of(self, shard: Shard, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """The inverse of `state_of`: state of the shard's pieces, each as long as its piece."""
+        for flat in self._runs[shard].flats:
+            for index, (one, piece) in enumerate(flat.pieces):
+                if one is shard and piece.name in states:
+                    flat.inner.set_state(index, states[piece.name])
+
+    def set_whole_state(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """The inverse of `whole_state`, for all that this rank `wants_whole`."""
+        self._whole.set_states(states)
+
     def fetch(self) -> None:
         """Master weights were written to: copies of them follow. Collective."""
         self._whole.fetch()
@@ -194,16 +210,20 @@ def _runs(assignment: Assignment, shards: Sequence[Shard]) -> list[list[Shard]]:
     return runs
 
 
-def _pieces(assignment: Assignment, shards: Sequence[Shard]) -> Iterable[Pieces]:
+def by_rule(assignment: Assignment, shards: Sequence[Shard]) -> dict[Rule, list[tuple[Shard, Piece]]]:
     """Pieces by rule, but those of parameters that are updated whole."""
-    by_rule: dict[Rule, list[tuple[Shard, Piece]]] = {}
+    found: dict[Rule, list[tuple[Shard, Piece]]] = {}
     for shard in shards:
         for piece in shard.pieces:
             # Padding without a parameter goes with the bucket's last one.
             name = piece.name or shard.bucket.slots[-1].name
             if name not in assignment.whole:
-                by_rule.setdefault(assignment.rule_of[name], []).append((shard, piece))
+                found.setdefault(assignment.rule_of[name], []).append((shard, piece))
+    return found
+
+
+def _pieces(assignment: Assignment, shards: Sequence[Shard]) -> Iterable[Pieces]:
     fp32 = all(shard.gradient.dtype == torch.float32 for shard in shards)
-    for rule, pieces in by_rule.items():
+    for rule, pieces in by_rule(assignment, shards).items():
         inner = Inner(rule, [(piece.name, shard.master[piece.start : piece.stop]) for shard, piece in pieces])
         yield Pieces(pieces, inner, inner.can_scale and fp32)

@@ -117,6 +117,11 @@ class WholeParameters:
         for pending in self._flying.pop(shard):
             pending.wait()
 
+    @property
+    def wanted(self) -> frozenset[str]:
+        """What this rank updates: what it owns, and where all ranks hold everything all of them."""
+        return frozenset(whole.name for whole in self._all() if whole.inner is not None)
+
     def state(self) -> dict[str, Mapping[str, Tensor]]:
         """Optimizer state of the parameters that this rank owns, by name: each is on one rank of the axis."""
         return {

@@ -12,20 +12,35 @@ precision with Adam: fp32 master weight and two moments):
 Gradients that are reduced once a step are whole on every rank until then, at each level. With replicas R
 (`zero.replicas`) the ranks shard in R groups: N = dp / R.
 
+With offload (ZeRO-Offload, Ren et al. 2021, section 3) the fp32 master, M moments and summed gradients leave the
+device, where no gradient is held that is reduced once a micro-batch:
+
+                device                host
+    level 1, 2  w Psi                 (g + 4 + 4 M) Psi / N
+    level 3     w Psi / N             (g + 4 + 4 M) Psi / N
+      offload.parameters = "host"
+                0                     (w + g + 4 + 4 M) Psi / N
+
 >>> [round(states(7.5e9, level, dp=64).total / 1e9, 2) for level in LEVELS]
 [120.0, 31.41, 16.64, 1.88]
+>>> one = states(7.5e9, 2, dp=64, offload=Offload(optimizer="host"))
+>>> one.device / 1e9, one.host / 1e9
+(15.0, 1.640625)
 """
 
 from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
-from zero3d.config import Config
+from zero3d.config import Config, Offload
+from zero3d.offload.budget import MASTER, MOMENT, HostWidths, need
 
 LEVELS = (0, 1, 2, 3)
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MOMENTS = {"sgd": 0, "adagrad": 1, "rmsprop": 1, "adadelta": 2, "adam": 2, "adamw": 2, "nadam": 2, "radam": 2}
 """Tensors of a parameter's size that an optimizer keeps; the others of torch.optim are taken to keep two."""
+
+ON_DEVICE = Offload()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +54,22 @@ class Widths:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelStates:
-    """Bytes that one rank holds."""
+    """Bytes that one rank holds: by kind on its device, and of all kinds together in its machine's memory and files."""
 
     weights: int
     gradients: int
     optimizer: int
+    host: int = 0
+    disk: int = 0
+
+    @property
+    def device(self) -> int:
+        return self.weights + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer
+        """All memory, of device and host: what counts where they are the same."""
+        return self.device + self.host
 
 
 def states(
@@ -59,23 +81,60 @@ def states(
     widths: Widths = Widths(),
     reduce: Literal["step", "micro-batch"] | None = None,
     frozen: float = 0,
+    offload: Offload = ON_DEVICE,
 ) -> ModelStates:
     """What each of `dp` ranks holds of `parameters` trained parameters and `frozen` others, which are weights alone;
     a part of a parameter counts as whole. `replicas`: groups of ranks that each hold all shards; divides `dp`.
 
-    `reduce`: when gradients are reduced; left out, as late as the level allows what it promises.
+    `reduce`: when gradients are reduced; left out, as late as the level allows what it promises, and with offload once
+    a micro-batch. `offload`: its `fraction` counts exactly, where a run takes whole buckets; staging and what of files
+    is in memory hang on buckets and are not counted.
     """
     if level not in LEVELS:
         raise ValueError(f"level {level} is outside 0 to 3")
-    reduce = reduce or ("step" if level <= 1 else "micro-batch")
+    offloads = offload.optimizer != "device"
+    if offloads and level == 0 and dp > 1:
+        raise ValueError(f"level 0 on {dp} ranks shards nothing, so nothing is offloaded")
+    reduce = reduce or ("step" if level <= 1 and not offloads else "micro-batch")
     if dp % replicas:
         raise ValueError(f"{dp} ranks cannot be cut into {replicas} equal groups")
     group = dp // replicas
     whole, shard = ceil(parameters), ceil(parameters / group)
-    return ModelStates(
+    device = ModelStates(
         weights=widths.weights * (shard + ceil(frozen / group) if level >= 3 else whole + ceil(frozen)),
         gradients=widths.gradients * (whole if level == 0 or reduce == "step" else shard),
         optimizer=widths.optimizer * (shard if level >= 1 else whole),
+    )
+    return _offloaded(device, shard, offload, widths, reduce) if offloads else device
+
+
+def _offloaded(
+    device: ModelStates, shard: int, offload: Offload, widths: Widths, reduce: Literal["step", "micro-batch"]
+) -> ModelStates:
+    """What is left of `device`, and where the rest is; `shard`: trained elements that a rank has a shard of."""
+    weights = 0 if offload.parameters == "host" else device.weights
+    if offload.fraction == "auto":
+        sums = widths.gradients if reduce == "micro-batch" else 0
+        leaving = (sums + widths.optimizer) * shard
+        excess = weights + device.gradients + device.optimizer - (offload.device_mb or 0) * 1e6
+        part = min(max(excess / leaving, 0), 1) if leaving else 1.0
+    else:
+        part = offload.fraction
+    gone = ceil(part * shard)
+    # Beside weights that are fp32 the master takes nothing; away from them it does.
+    moments = widths.optimizer - (0 if widths.weights == MASTER else MASTER)
+    there = need(
+        [(gone, HostWidths(weight=widths.weights, gradient=widths.gradients, moments=moments // MOMENT))],
+        home="disk" if offload.optimizer == "disk" else "host",
+        delayed=offload.delayed_update > 0,
+        other_weights=device.weights - weights,
+    )
+    return ModelStates(
+        weights=weights,
+        gradients=device.gradients if reduce == "step" else widths.gradients * (shard - gone),
+        optimizer=widths.optimizer * (shard - gone),
+        host=there.gradients + there.weights + (0 if there.disk else there.master + there.moments),
+        disk=there.disk,
     )
 
 
@@ -94,7 +153,8 @@ def widths_of(config: Config) -> Widths:
 
 
 def at_each_level(config: Config, parameters: int, dp: int, frozen: int = 0) -> list[ModelStates]:
-    """The table of levels 0 to 3 for a configuration; its own level keeps its own `zero.reduce`."""
+    """The table of levels 0 to 3 for a configuration; its own level keeps its own `zero.reduce`, and each has of its
+    offload what is possible there."""
     widths = widths_of(config)
     own = None if config.zero.reduce == "auto" else config.zero.reduce
     return [
@@ -106,6 +166,14 @@ def at_each_level(config: Config, parameters: int, dp: int, frozen: int = 0) -> 
             widths=widths,
             reduce=own if level == config.zero.level else None,
             frozen=frozen,
+            offload=_honoured(config, level, dp),
         )
         for level in LEVELS
     ]
+
+
+def _honoured(config: Config, level: int, dp: int) -> Offload:
+    """What of the configuration's offload `level` can honour."""
+    if level == 0 and dp > 1:
+        return ON_DEVICE
+    return config.offload if level == 3 else config.offload.model_copy(update={"parameters": "device"})

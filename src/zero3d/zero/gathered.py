@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.comm.bucket import Bucket
+from zero3d.comm.done import DONE
 from zero3d.comm.flat import Pool, Window
 from zero3d.comm.ranges import put
-from zero3d.contracts import Axis, Pending
+from zero3d.contracts import Axis, Pending, Store
 from zero3d.errors import ReleasedParameterError
 from zero3d.mapped import kept_copy
 from zero3d.zero.guard import Guard
@@ -37,14 +38,26 @@ class Place:
         self.label = f"weights of {holding.bucket.label}"
         self.users = 0
         self.lingers = False
+        self.updated: Pending = DONE
         self.coming: tuple[Pending, Tensor] | None = None
 
 
 class GatheredWeights:
     """`Weights` that are gathered for each use and released after it."""
 
-    def __init__(self, axis: Axis, pool: Pool, *, prefetch: int, overlap: bool, keeps: bool = False) -> None:
-        """`keeps`: what a training forward gathers stays until the end of the step."""
+    def __init__(
+        self,
+        axis: Axis,
+        pool: Pool,
+        *,
+        prefetch: int,
+        overlap: bool,
+        keeps: bool = False,
+        store: Store | None = None,
+    ) -> None:
+        """`keeps`: what a training forward gathers stays until the end of the step. `store`: where this rank's parts
+        are kept, if not on the device; they are then brought ahead of use, and gathered when more is brought or they
+        are used, at the same points on every rank."""
         self._axis = axis
         self._pool = pool
         self._overlap = overlap
@@ -56,12 +69,15 @@ class GatheredWeights:
         self._lingering: Place | None = None
         self._keeps = keeps
         self._kept: set[Place] = set()
+        self._store = store
+        self._lifting: list[tuple[Place, Pending, Tensor]] = []
 
     def adopt(
         self, bucket: Bucket, parameters: Sequence[tuple[str, nn.Parameter]], initial: Tensor, dtype: torch.dtype
     ) -> Holding:
-        part = kept_copy(initial[bucket.shard(self._axis.index)], dtype)
-        window = Window(bucket.numel, part, self._pool)
+        first = initial[bucket.shard(self._axis.index)]
+        part = kept_copy(first, dtype) if self._store is None else self._store.keep(first, dtype)
+        window = Window(bucket.numel, part, self._pool, stays=self._store is None and part.numel() == bucket.numel)
         point_at(parameters, bucket, window.tensor)
         holding = Holding(bucket=bucket, parameters=parameters, flat=window.tensor, part=part)
         place = Place(holding, window, Guard(parameters, self._touched))
@@ -90,12 +106,14 @@ class GatheredWeights:
     def publish(self, shard: Shard) -> None:
         self._stop_lingering()
         shard.narrow()
+        self._places[shard.bucket].updated = shard.updated
 
     def write(self, bucket: Bucket, span: slice, values: Tensor) -> None:
         place = self._places[bucket]
         self._stop_lingering()
         self._forget(place)
         self._ready(place)
+        place.updated.wait()
         put(place.holding.part, bucket.shard(self._axis.index), values, span)
         if place.window.shown:
             place.window.tensor[span].copy_(values)
@@ -124,7 +142,7 @@ class GatheredWeights:
 
     def held(self) -> Iterable[tuple[str, Tensor]]:
         for place in self._places.values():
-            yield "weights", place.holding.part
+            yield ("weights" if self._store is None else self._store.kind), place.holding.part
             yield "buffers", place.window.tensor
 
     def hold(self, names: Names) -> None:
@@ -144,8 +162,7 @@ class GatheredWeights:
             for place in places:
                 self._keep(place)
         for place in places:
-            if place.coming is not None:
-                self._ready(place)
+            self._ready(place)
 
     def drop(self, names: Names) -> None:
         for place in self._named(names):
@@ -164,11 +181,33 @@ class GatheredWeights:
         return found
 
     def _start(self, place: Place) -> None:
-        if place.coming is None and not place.window.shown:
-            target = place.window.buffer()
-            place.coming = (self._axis.all_gather(target, place.holding.part, place.label), target)
-            if not self._overlap:
-                place.coming[0].wait()
+        if place.coming is not None or place.window.shown or self._is_lifting(place):
+            return
+        place.updated.wait()
+        target = place.window.buffer()
+        if self._store is None:
+            self._gather(place, place.holding.part, target)
+        else:
+            self._lifted()
+            mine = target[place.holding.bucket.shard(self._axis.index)]
+            self._lifting.append((place, self._store.lift(place.holding.part, mine), target))
+        if not self._overlap:
+            self._lifted()
+
+    def _is_lifting(self, place: Place) -> bool:
+        return any(one is place for one, _, _ in self._lifting)
+
+    def _lifted(self) -> None:
+        """What was being brought is here, and is gathered."""
+        while self._lifting:
+            place, pending, target = self._lifting.pop(0)
+            pending.wait()
+            self._gather(place, target[place.holding.bucket.shard(self._axis.index)], target)
+
+    def _gather(self, place: Place, part: Tensor, target: Tensor) -> None:
+        place.coming = (self._axis.all_gather(target, part, place.label), target)
+        if not self._overlap:
+            place.coming[0].wait()
 
     def _hold(self, place: Place) -> None:
         place.users += 1
@@ -180,6 +219,8 @@ class GatheredWeights:
             place.users += 1
 
     def _ready(self, place: Place) -> None:
+        if self._is_lifting(place):
+            self._lifted()
         if place.coming is not None:
             pending, filled = place.coming
             pending.wait()
@@ -209,7 +250,7 @@ class GatheredWeights:
 
     def _forget(self, place: Place) -> None:
         """What was gathered ahead and never used."""
-        if not place.users and place.coming is not None:
+        if not place.users and (place.coming is not None or self._is_lifting(place)):
             place.users = 1
             self._drop(place)
 

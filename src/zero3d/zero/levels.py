@@ -21,12 +21,13 @@ from zero3d.blueprint import Blueprint
 from zero3d.comm.bucket import Bucket, Want, plan_buckets
 from zero3d.comm.flat import Pool
 from zero3d.config import Config
-from zero3d.contracts import Axis
-from zero3d.mapped import fresh, kept_copy
+from zero3d.contracts import Axis, Homes, Store
 from zero3d.params import ParamInfo
 from zero3d.precision import Dtypes
+from zero3d.zero.beside import BESIDE
 from zero3d.zero.gathered import GatheredWeights
 from zero3d.zero.holding import Holding, Weights
+from zero3d.zero.lanes import Lanes
 from zero3d.zero.published import PublishedWeights
 from zero3d.zero.reducer import Lane, Reducer
 from zero3d.zero.replica import ZeroReplica
@@ -52,21 +53,28 @@ class Options:
 class Level:
     """One row of the table above."""
 
-    weights: Callable[[Axis, Pool, Options], Weights]
+    weights: Callable[[Axis, Pool, Options, Store | None], Weights]
     shards_optimizer: bool
     joined_bytes: Callable[[float], float]
     gathers: bool
 
 
-def _gathered(axis: Axis, pool: Pool, options: Options) -> Weights:
-    return GatheredWeights(axis, pool, prefetch=options.prefetch, overlap=options.overlap, keeps=options.keeps_gathered)
+def _gathered(axis: Axis, pool: Pool, options: Options, store: Store | None) -> Weights:
+    return GatheredWeights(
+        axis,
+        pool,
+        prefetch=options.prefetch,
+        overlap=options.overlap,
+        keeps=options.keeps_gathered,
+        store=store,
+    )
 
 
-def _published(axis: Axis, pool: Pool, options: Options) -> Weights:
+def _published(axis: Axis, pool: Pool, options: Options, store: Store | None) -> Weights:
     return PublishedWeights(axis, overlap=options.overlap)
 
 
-def _whole(axis: Axis, pool: Pool, options: Options) -> Weights:
+def _whole(axis: Axis, pool: Pool, options: Options, store: Store | None) -> Weights:
     return WholeWeights()
 
 
@@ -95,7 +103,8 @@ def options_for(config: Config) -> Options:
     """What a resolved configuration asks for."""
     zero = config.zero
     return Options(
-        level=zero.level,
+        # On one rank level 1 is level 0, and weights are waited for that are updated elsewhere.
+        level=zero.level if config.offload.optimizer == "device" else max(zero.level, 1),
         bucket_bytes=zero.bucket_mb * 1e6,
         # Stages of one rank take turns: what the forward before began with tells nothing.
         prefetch=zero.prefetch if config.parallel.stages_per_rank == 1 else 0,
@@ -113,27 +122,40 @@ def replica_for(
     units: Sequence[Unit],
     dtypes: Dtypes,
     device: torch.device,
+    homes: Homes = BESIDE,
     root: nn.Module | None = None,
 ) -> ZeroReplica:
     """Builds the replica bucket by bucket: at no time is more than one bucket whole that need not stay whole.
 
+    homes: where the optimizer's part of each bucket lives
     root: the module whose forward runs `units`; the model where left out."""
     level = LEVELS[options.level]
     pool, passing = Pool(device), Pool(device)
-    weights = level.weights(axis, pool, options)
+    weights = level.weights(axis, pool, options, homes.store)
     infos = {info.name: info for info in params.collect(blueprint.model)}
     units = keep_gathered(units, infos.values(), options.keep_gathered)
     placed: set[str] = set()
     frozen: list[Holding] = []
     trained: list[tuple[Holding, Shard, Lane]] = []
-    for bucket in _buckets(units, infos, dtypes, axis.size, options.bucket_bytes, level.joined_bytes):
+    buckets = _buckets(units, infos, dtypes, axis.size, options.bucket_bytes, level.joined_bytes)
+    homes.plan(buckets, axis, whole=not options.reduce_every_turn)
+    lanes = Lanes(
+        axis=axis,
+        pool=pool,
+        dtypes=dtypes,
+        shards_optimizer=level.shards_optimizer,
+        every_turn=options.reduce_every_turn,
+    )
+    for bucket in buckets:
         held = [infos[slot.name] for slot in bucket.slots]
         initial = _initial(bucket, held, blueprint, axis, passing)
         compute = dtypes.compute(held[0])
         parameters = [(info.name, _parameter(blueprint.model, info, device, compute)) for info in held]
         holding = weights.adopt(bucket, parameters, initial, compute)
         if bucket.trainable:
-            trained.append((holding, *_shard_and_lane(holding, initial, level, options, dtypes, axis, pool)))
+            home = homes.of(bucket)
+            shard, lane = lanes.leaves(holding, initial, home) if home else lanes.stays(holding, initial)
+            trained.append((holding, shard, lane))
         else:
             frozen.append(holding)
         passing.give(initial)
@@ -212,41 +234,6 @@ def _initial(bucket: Bucket, infos: Sequence[ParamInfo], blueprint: Blueprint, a
     if any(info.name in blueprint.given for info in infos):
         axis.broadcast(flat.view(torch.uint8), 0, f"first weights of {bucket.label}").wait()
     return flat
-
-
-def _shard_and_lane(
-    holding: Holding, initial: Tensor, level: Level, options: Options, dtypes: Dtypes, axis: Axis, pool: Pool
-) -> tuple[Shard, Lane]:
-    bucket = holding.bucket
-    mine = bucket.shard(axis.index)
-    span = mine if level.shards_optimizer else slice(0, bucket.numel)
-    part = holding.part
-    master = part if part.dtype == torch.float32 else kept_copy(initial[span], torch.float32)
-    keeps_whole = not level.shards_optimizer or not options.reduce_every_turn
-    numel = bucket.numel if keeps_whole else bucket.shard_numel
-    held = fresh(numel, dtypes.held(part.dtype), part.device)
-    landing = held[mine] if keeps_whole else held
-    shard = Shard(
-        bucket=bucket,
-        span=span,
-        master=master,
-        gradient=landing if level.shards_optimizer else held,
-        weights=part,
-    )
-    wire = dtypes.wire(part.dtype)
-    plain = held.dtype == wire == torch.float32 and not options.reduce_every_turn
-    at_once = not level.shards_optimizer and plain and axis.one_call_sums
-    lane = Lane(
-        bucket,
-        [parameter for _, parameter in holding.parameters],
-        kept=None if options.reduce_every_turn else held,
-        landing=landing,
-        spread=None if level.shards_optimizer or at_once else held,
-        at_once=at_once,
-        wire=wire,
-        pool=pool,
-    )
-    return shard, lane
 
 
 def _parameter(model: nn.Module, info: ParamInfo, device: torch.device, compute: torch.dtype) -> nn.Parameter:

@@ -1,7 +1,9 @@
 """Levels 1 and 2: weights are whole everywhere; each rank updates its shard and sends it to the others.
 
 The gather of new weights starts as soon as a shard is updated and goes on while later shards are updated and into
-the next forward, which waits, unit by unit, only for what it uses.
+the next forward, which waits, unit by unit, only for what it uses. So does an update that is made elsewhere: its gather
+starts when the forward comes to it, and those of the shards before it then too, as ranks that use other modules must
+start the same gathers in the same order; what is left starts at the end of the forward.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,6 +31,7 @@ class PublishedWeights:
         self._overlap = overlap
         self._holdings: dict[Bucket, Holding] = {}
         self._guards: dict[Bucket, Guard] = {}
+        self._updating: dict[Bucket, Shard] = {}
         self._coming: dict[Bucket, Pending] = {}
         self._bucket_of: dict[str, Bucket] = {}
         self._hooks: list[RemovableHandle] = []
@@ -51,6 +54,8 @@ class PublishedWeights:
             unit.module.register_forward_pre_hook(plain(lambda *_, names=unit.needs: self._wait_for(*names)))
             for unit in units
         ]
+        spread = plain(lambda *_: self._spread_all())
+        self._hooks.append(model.register_forward_hook(spread, always_call=True))
 
     def unwatch(self) -> None:
         self.open()
@@ -63,12 +68,11 @@ class PublishedWeights:
     def publish(self, shard: Shard) -> None:
         shard.narrow()
         bucket = shard.bucket
-        flat = self._holdings[bucket].flat
-        coming = self._axis.all_gather(flat, shard.weights, f"weights of {bucket.label}")
-        if coming is DONE:
-            return
-        self._coming[bucket] = coming
-        self._guards[bucket].close()
+        if shard.updated is not DONE:
+            self._updating[bucket] = shard
+            self._guards[bucket].close()
+        else:
+            self._spread(shard)
         if not self._overlap:
             self._receive(bucket)
 
@@ -83,6 +87,7 @@ class PublishedWeights:
         return None
 
     def open(self) -> None:
+        self._spread_all()
         for bucket in list(self._coming):
             self._receive(bucket)
 
@@ -93,11 +98,31 @@ class PublishedWeights:
         return [("weights", holding.flat) for holding in self._holdings.values()]
 
     def _wait_for(self, *names: str) -> None:
-        if self._coming:
+        if self._coming or self._updating:
             for name in names:
                 self._receive(self._bucket_of[name])
 
+    def _spread(self, shard: Shard) -> None:
+        bucket = shard.bucket
+        coming = self._axis.all_gather(self._holdings[bucket].flat, shard.weights, f"weights of {bucket.label}")
+        if coming is not DONE:
+            self._coming[bucket] = coming
+            self._guards[bucket].close()
+        elif self._guards[bucket].closed:
+            self._guards[bucket].open()
+
+    def _spread_all(self) -> None:
+        while self._updating:
+            self._spread_next()
+
+    def _spread_next(self) -> None:
+        shard = self._updating.pop(next(iter(self._updating)))
+        shard.updated.wait()
+        self._spread(shard)
+
     def _receive(self, bucket: Bucket) -> None:
+        while bucket in self._updating:
+            self._spread_next()
         pending = self._coming.pop(bucket, None)
         if pending is not None:
             pending.wait()

@@ -13,7 +13,7 @@ the last) begins a sum of its own, to which what was reduced before is added onc
 """
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from zero3d.comm.flat import Pool
 from zero3d.contracts import Axis, Pending
 from zero3d.errors import DivergedError
 from zero3d.exact import group_norms
+from zero3d.zero.leaving import Leaving
 
 SMALL = 1 << 16
 """Elements of sums whose norms are not worth a call of their own."""
@@ -36,7 +37,8 @@ class Lane:
     """One bucket on its way to be reduced.
 
     kept:     [numel], sums of micro-batches, or None where each micro-batch is reduced by itself
-    landing:  [numel / dp], receives my part of the sum over ranks
+    landing:  [numel / dp], holds my part of the sum over ranks in the end
+    leaving:  the way to `landing` where that is of another home
     spread:   [numel], whose part `landing` is, to be gathered at the end (level 0), or None
     at_once:  `kept`, whose part `landing` is, receives the whole sum (level 0 where the axis has one call for it)
     """
@@ -52,9 +54,10 @@ class Lane:
         at_once: bool,
         wire: torch.dtype,
         pool: Pool,
+        leaving: tuple[Leaving, slice] | None = None,
     ) -> None:
+        """leaving: and which part of `kept` is mine"""
         self.bucket = bucket
-        self.landing = landing
         self.spread = spread
         self.arrivals = [0] * len(bucket.slots)
         self.started = False
@@ -76,7 +79,11 @@ class Lane:
         # Buffers are shared by buckets of one make-up, so that the gaps between slots stay zero.
         self._key = None if kept is not None else tuple((slot.offset, slot.numel) for slot in bucket.slots)
         # Where all of the sum lands here, the first turn's gradients are collected where it lands.
-        self._lands_whole = landing.numel() == bucket.numel and landing.dtype == wire
+        self._lands_whole = landing.numel() == bucket.numel and landing.dtype == wire and leaving is None
+        self._leaving = leaving[0] if leaving else None
+        self._landing = landing
+        self._kept_mine = kept[leaving[1]] if leaving and kept is not None else None
+        self._lands = landing
         self._parts_of: dict[int, list[Tensor]] = {}
         self._first = True
         self._reduced = False
@@ -96,6 +103,14 @@ class Lane:
         self._missing = len(self._came)
         if first:
             self.arrivals = [0] * len(self.arrivals)
+
+    @property
+    def leaves(self) -> bool:
+        return self._leaving is not None
+
+    @property
+    def landing(self) -> Tensor:
+        return self._landing if self._leaving is None else self._leaving.shard.gradient
 
     @property
     def complete(self) -> bool:
@@ -164,12 +179,17 @@ class Lane:
         if self.kept is not None and self._at_once:
             return axis.all_reduce(self.kept, label)
         if self.kept is not None and self.kept.dtype == self.wire:
-            return axis.reduce_scatter(self.landing, self.kept, label)
-        if self.kept is not None:
-            self._buffer = self._pool.take(self.bucket.numel, self.wire)
-            self._buffer.copy_(self.kept)
-        assert self._buffer is not None
-        return axis.reduce_scatter(self.landing, self._buffer, label, add=self.kept is None and not self._first)
+            sent = self.kept
+        elif self.kept is not None:
+            sent = self._buffer = self._pool.take(self.bucket.numel, self.wire)
+            sent.copy_(self.kept)
+        else:
+            assert self._buffer is not None
+            sent = self._buffer
+        if self._leaving is not None:
+            self._lands = self._kept_mine if self._kept_mine is not None else self._leaving.place(sent)
+        adds = self.kept is None and self._leaving is None and not self._first
+        return axis.reduce_scatter(self._lands, sent, label, add=adds)
 
     def landed(self, *, final: bool) -> None:
         """The buffer is free again. `final`: the sum is whole; norms of a large one are taken while others are on their
@@ -178,12 +198,29 @@ class Lane:
             self._total.add_(self._before)
             self._before = None
         self._reduced = final and self.kept is not None
-        if final and self.landing.numel() >= SMALL:
+        if self._leaving is not None:
+            first = self._first or self.kept is not None
+            self._leaving.leave(self._lands, self._free(self._leaving), first=first, final=final)
+        elif final and self.landing.numel() >= SMALL:
             self.norms = group_norms(self.landing)
         if self._buffer is not None:
-            if self._buffer is not self.landing:
+            if self._buffer is not self._lands:
                 self._pool.give(self._buffer, self._key)
             self._buffer, self._parts = None, self._kept_parts
+
+    def settle(self) -> None:
+        """The sum is where it stays, and the device has no part in it any more."""
+        if self._leaving is not None:
+            self.norms = self._leaving.arrived()
+
+    def _free(self, leaving: Leaving) -> Callable[[], None]:
+        """What gives back the memory of what leaves."""
+        if self.kept is not None:
+            return _nothing
+        lands, key = self._lands, self._key
+        if lands is self._buffer:
+            return lambda: self._pool.give(lands, key)
+        return lambda: leaving.give(lands)
 
     @property
     def _total(self) -> Tensor:
@@ -194,6 +231,8 @@ class Lane:
         """Where the parameters' gradients are collected."""
         if self._parts is None:
             in_place = self._lands_whole and self._first
+            if self._leaving is not None:
+                self._leaving.make_room()
             self._buffer = self.landing if in_place else self._pool.take(self.bucket.numel, self.wire, self._key)
             key = self._buffer.data_ptr()  # the pool's few buffers come again and again
             self._parts = self._parts_of.get(key) or self._parts_of.setdefault(key, self._cut(self._buffer))
@@ -209,7 +248,8 @@ class Lane:
 
 
 class Reducer:
-    """Runs the lanes (given in the order in which they start) over the turns of a step."""
+    """Runs the lanes (given in the order in which they start) over the turns of a step; of those that leave, one is
+    reduced at a time, as the device's memory is what they spare."""
 
     def __init__(self, axis: Axis, lanes: Sequence[Lane], *, every_turn: bool, overlap: bool) -> None:
         self._axis = axis
@@ -269,7 +309,7 @@ class Reducer:
             self._start(self._lanes[self._next])
 
     def _start(self, lane: Lane) -> None:
-        while len(self._flying) >= IN_FLIGHT:
+        while len(self._flying) >= (1 if lane.leaves else IN_FLIGHT):
             self._land_oldest()
         self._flying.append((lane, lane.start(self._axis)))
         self._next += 1
@@ -281,3 +321,7 @@ class Reducer:
         if self._last and lane.spread is not None:
             label = f"gradient of {lane.bucket.label}"
             self._spreading[lane] = self._axis.all_gather(lane.spread, lane.landing, label)
+
+
+def _nothing() -> None:
+    return None

@@ -89,6 +89,7 @@ class ZeroReplica:
         if not keep:
             self._weights.end_turn()  # A forward that ended with an error may have left some in use.
         for _, shard, lane in self._trained:
+            lane.settle()
             shard.scaled = 1.0
             shard.coming = spreading.get(lane, DONE)
         return self.shards
@@ -107,6 +108,28 @@ class ZeroReplica:
         for shard in shards:
             self._weights.publish(shard)
 
+    @property
+    def frozen(self) -> list[Shard]:
+        """What this rank keeps of parameters that are not trained: as shards without gradients, whose master weights
+        are what the model computes with."""
+        return [
+            Shard(
+                bucket=holding.bucket,
+                span=holding.bucket.shard(self._axis.index)
+                if holding.part.numel() < holding.bucket.numel
+                else slice(0, holding.bucket.numel),
+                master=holding.part,
+                gradient=holding.part[:0],
+                weights=holding.part,
+            )
+            for holding in self._frozen
+        ]
+
+    def settle(self) -> None:
+        """Updates that still go on are over, and their weights on the device."""
+        for shard in self.shards:
+            shard.settle()
+
     def has_changed(self, shards: Iterable[Shard]) -> None:
         """Gradients of these were written to since they were summed."""
         changed = set(shards)
@@ -116,12 +139,12 @@ class ZeroReplica:
 
     def norms(self, uncounted: Collection[str] = ()) -> list[Tensor]:
         """Norms of groups of 64 elements of what landed here, fp64; zeros for parameters that are `uncounted`."""
-        small: dict[torch.dtype, list[Tensor]] = {}
+        small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         found = []
         for _, _, lane in self._trained:
             out = [slot for slot in lane.bucket.slots if slot.name in uncounted]
             if lane.norms is None and not out:
-                small.setdefault(lane.landing.dtype, []).append(lane.landing)
+                small.setdefault((lane.landing.dtype, lane.landing.device), []).append(lane.landing)
                 continue
             norms = group_norms(lane.landing) if lane.norms is None else lane.norms
             start = lane.bucket.shard(self._axis.index).start
@@ -129,7 +152,8 @@ class ZeroReplica:
                 first, last = (max(slot.offset + edge - start, 0) for edge in (0, aligned(slot.numel)))
                 norms[first // GROUP : last // GROUP] = 0
             found.append(norms)
-        return [*found, *(group_norms(torch.cat(landings)) for landings in small.values())]
+        found += [group_norms(torch.cat(landings)) for landings in small.values()]
+        return [norms.to(self.device) for norms in found]
 
     def arrivals(self) -> dict[str, int]:
         """How many gradients each trainable parameter got on this rank in the step."""
@@ -148,30 +172,34 @@ class ZeroReplica:
 
     def whole(self, infos: Sequence[ParamInfo]) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor) bucket by bucket; trainable ones from the master weights, so in fp32."""
+        self.settle()
         shapes = {info.name: info for info in infos}
         for holding, shard, _ in self._trained:
-            yield from self._tensors(holding, shard.master, shapes)
+            yield from self._tensors(holding, shard.master.to(self.device), shapes)
         for holding in self._frozen:
-            yield from self._tensors(holding, holding.part, shapes)
+            yield from self._tensors(holding, holding.part.to(self.device), shapes)
 
     def weight_of(self, info: ParamInfo, span: slice) -> Tensor:
         """Elements `span` of a flattened parameter, on every rank: of master weights in fp32 where it is trained."""
+        self.settle()
         for holding, shard, at in self._found(info, span):
-            part = holding.part if shard is None else shard.master
+            part = holding.part if shard is None else shard.master.to(self.device)
             return elements(self._axis, holding.bucket, part, at, self.device)
         return torch.empty(0, device=self.device)
 
     def gradient_of(self, info: ParamInfo, span: slice) -> Tensor:
         """The same of a trained parameter's gradient: its sum over ranks and micro-batches, fp32."""
+        self.settle()
         for holding, shard, at in self._found(info, span):
             assert shard is not None
             shard.coming.wait()
-            found = elements(self._axis, holding.bucket, shard.gradient, at, self.device)
+            found = elements(self._axis, holding.bucket, shard.gradient.to(self.device), at, self.device)
             return found.float().div_(shard.scaled)
         return torch.empty(0, device=self.device)
 
     def write(self, info: ParamInfo, span: slice, values: Tensor) -> None:
         """Elements `span` of a flattened parameter become `values`, which are the same on every rank."""
+        self.settle()
         for holding, shard, at in self._found(info, span):
             self._weights.write(holding.bucket, at, values)
             if shard is not None:
@@ -185,8 +213,8 @@ class ZeroReplica:
         """(kind, tensor) of all that the replica holds; tensors may share memory."""
         yield from self._weights.held()
         for _, shard, lane in self._trained:
-            yield ("weights" if shard.weights.data_ptr() == shard.master.data_ptr() else "optimizer"), shard.master
-            for tensor in (lane.landing, lane.kept, lane.spread):
+            yield from shard.held()
+            for tensor in (lane.kept, lane.spread):
                 if tensor is not None:
                     yield "gradients", tensor
         for buffer in (*self._pool, *self._axis.held()):

@@ -1,6 +1,6 @@
 """A shard: what the optimizer, clipping, checkpoints and offload see of a bucket, whatever level made it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,6 +20,8 @@ class Shard:
     weights:  [n], in the dtype that the model computes in; the same memory as `master` where that is fp32
     scaled:   what the update has multiplied `gradient` by; 1 when it was just summed
     coming:   to be waited for before `gradient` is read (level 0, where it is gathered)
+    updated:  to be waited for before `master` or `weights` are read (of another home, where the update goes on while
+              the next step begins)
     """
 
     bucket: Bucket
@@ -29,6 +31,7 @@ class Shard:
     weights: Tensor
     scaled: float = 1.0
     coming: Pending = DONE
+    updated: Pending = DONE
 
     @cached_property
     def pieces(self) -> Sequence[Piece]:
@@ -39,3 +42,12 @@ class Shard:
         """The model's weights become the master weights, rounded to their dtype."""
         if self.weights.data_ptr() != self.master.data_ptr():
             self.weights.copy_(self.master)
+
+    def settle(self) -> None:
+        """Waits until `master` and `weights` are what the last update makes them."""
+        self.updated.wait()
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """(kind, tensor) of what it holds beside the weights."""
+        yield ("weights" if self.weights.data_ptr() == self.master.data_ptr() else "optimizer"), self.master
+        yield "gradients", self.gradient

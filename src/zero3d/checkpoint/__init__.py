@@ -1,0 +1,1 @@
+"""Checkpoints: saved anywhere, resumed on anything, whole or absent."""

@@ -1,0 +1,149 @@
+"""Ranges of files, checked as they are read: a rank reads the chunks that it wants something of, and no others.
+
+Files are read into one small buffer and copied from there. A mapped file would save that copy, and end the process
+where the file is cut short or its disk fails; so would an error not be one that can be told.
+"""
+
+import os
+import sys
+import zlib
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import torch
+from torch import Tensor
+
+from zero3d.checkpoint.chunks import CHUNK, ENTRY, first_wrong
+from zero3d.checkpoint.folders import check_size
+from zero3d.checkpoint.manifest import OTHER, File, Manifest
+from zero3d.checkpoint.slices import Copy
+from zero3d.checkpoint.write import NAMES
+from zero3d.errors import DataError
+
+BLOCK: Final = 1 << 20
+"""Bytes that are read at a time."""
+DTYPES: Final = {name: dtype for dtype, name in NAMES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """`copy` from a piece, whose first element is byte `offset` of file number `file`, into the flat tensor `out`."""
+
+    file: int
+    offset: int
+    dtype: torch.dtype
+    copy: Copy
+    out: Tensor
+
+
+def carry_out(jobs: Iterable[Job], folder: Path, manifest: Manifest) -> int:
+    """Fills the tensors of all jobs. -> bytes read, checksums counted. DataError: a file is not what was written."""
+    total = 0
+    by_file: dict[int, list[Job]] = {}
+    for job in jobs:
+        by_file.setdefault(job.file, []).append(job)
+    buffer = bytearray(BLOCK + 3 * CHUNK)
+    for number, own in sorted(by_file.items()):
+        with Reader(folder, manifest.files[number], buffer) as reader:
+            for job in sorted(own, key=lambda job: job.offset + job.copy.source * job.dtype.itemsize):
+                _fill(job, reader)
+            total += reader.bytes_read
+    return total
+
+
+class Reader:
+    """One file. `buffer`: at least `BLOCK` bytes and 2 chunks, which several readers may use in turn."""
+
+    def __init__(self, folder: Path, file: File, buffer: bytearray) -> None:
+        self.path = folder / file.name
+        self.bytes_read = 0
+        self._file = file
+        self._buffer = memoryview(buffer)
+        self._last = -1
+        self._kept = b""
+
+    def __enter__(self) -> Self:
+        check_size(self.path, self._file.size)
+        try:
+            # A link could have taken its place since; it would lead out of the folder.
+            self._descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+        except OSError as error:
+            raise self._wrong(f"cannot be read: {error.strerror or error}") from error
+        try:
+            self._table = self._read_table()
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        os.close(self._descriptor)
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes [start, stop) before the table, until the next call. At most `BLOCK` of them."""
+        first, end = start // CHUNK, min(-(-stop // CHUNK) * CHUNK, self._file.table)
+        base = first * CHUNK
+        fresh = base
+        if first == self._last:  # What came before ended in the same chunk.
+            self._buffer[: len(self._kept)] = self._kept
+            fresh += len(self._kept)
+        if fresh < end:
+            data = self._buffer[fresh - base : end - base]
+            self._take(data, fresh)
+            wrong = first_wrong(self._table, fresh // CHUNK, data)
+            if wrong is not None:
+                raise self._wrong(f"bytes {wrong * CHUNK} to {wrong * CHUNK + CHUNK} are not what was written")
+        self._last = (end - 1) // CHUNK
+        self._kept = bytes(self._buffer[self._last * CHUNK - base : end - base])
+        return self._buffer[start - base : stop - base]
+
+    def _read_table(self) -> Sequence[int]:
+        raw = bytearray(self._file.size - self._file.table)
+        self._take(memoryview(raw), self._file.table)
+        if zlib.crc32(raw) != self._file.checksum or len(raw) != -(-self._file.table // CHUNK) * ENTRY:
+            raise self._wrong("its checksums are not what was written")
+        table = array("I")
+        assert table.itemsize == ENTRY
+        table.frombytes(bytes(raw))
+        if sys.byteorder == "big":
+            table.byteswap()
+        return table
+
+    def _take(self, data: memoryview, offset: int) -> None:
+        at = 0
+        while at < len(data):
+            try:
+                number = os.preadv(self._descriptor, [data[at:]], offset + at)
+            except OSError as error:
+                raise self._wrong(f"cannot be read: {error.strerror or error}") from error
+            if not number:
+                raise self._wrong(f"it ends at byte {offset + at}, of {self._file.size}")
+            at += number
+        self.bytes_read += at
+
+    def _wrong(self, what: str) -> DataError:
+        return DataError(what, where=str(self.path), hint=OTHER)
+
+
+def _fill(job: Job, reader: Reader) -> None:
+    """Neighbouring rows at once where what lies between them would be read anyway; a long row block by block."""
+    copy, width = job.copy, job.dtype.itemsize
+    step, most = copy.source_step, BLOCK // width
+    together = max(1, most // step) if step and (step - copy.length) * width < CHUNK else 1
+    for row in range(0, copy.rows, together):
+        rows = min(together, copy.rows - row)
+        extent = (rows - 1) * step + copy.length
+        for begin in range(0, extent, most):
+            length = min(extent - begin, most)
+            start = job.offset + (copy.source + row * step + begin) * width
+            values = torch.frombuffer(reader.read(start, start + length * width), dtype=job.dtype)
+            at = copy.target + row * copy.target_step + begin
+            if rows > 1:
+                into = job.out[at:].as_strided((rows, copy.length), (copy.target_step, 1))
+                into.copy_(values.as_strided((rows, copy.length), (step, 1)))
+            else:
+                job.out[at : at + length].copy_(values)

@@ -1,0 +1,125 @@
+"""One rank's file: a safetensors file, written tensor after tensor, its checksums as it goes.
+
+    8 bytes         how long the header is
+    header          JSON: dtype, shape and place of every tensor
+    data            the tensors, then the table of checksums (`chunks`)
+
+Where everything will lie is known before anything is written, so nothing is held but the block that is on its way.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from zero3d.checkpoint.chunks import TABLE, Checksums, table_bytes
+from zero3d.checkpoint.manifest import ITEMSIZE, File
+
+BLOCK: Final = 1 << 22
+"""Bytes that are fetched from a device, and written, at a time."""
+PLACE: Final = 8
+"""The header's length is a multiple of it, so that elements of every dtype lie where they can be mapped."""
+
+NAMES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""safetensors' names of dtypes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Out:
+    """A tensor to be written as `key`: `tensor` is flat, `shape` is what it is called."""
+
+    key: str
+    shape: Sequence[int]
+    tensor: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Where everything will lie. offsets: first byte of each of `outs`, in their order."""
+
+    outs: Sequence[Out]
+    offsets: Sequence[int]
+    header: bytes
+    table: int
+
+    @property
+    def size(self) -> int:
+        return self.table + table_bytes(self.table)
+
+
+def plan(outs: Sequence[Out]) -> Plan:
+    """Lays out one file. Wide elements come first, as readers map each at a multiple of its width; else the order
+    stays."""
+    order = sorted(range(len(outs)), key=lambda index: -ITEMSIZE[NAMES[outs[index].tensor.dtype]])
+    described: dict[str, object] = {}
+    starts, at = [0] * len(outs), 0
+    for index in order:
+        out = outs[index]
+        starts[index] = at
+        described[out.key] = {
+            "dtype": NAMES[out.tensor.dtype],
+            "shape": list(out.shape),
+            "data_offsets": [at, at + out.tensor.nbytes],
+        }
+        at += out.tensor.nbytes
+    # The header says how long the table is, which depends on the header's own length.
+    numel = 0
+    while True:
+        end = {"dtype": "U8", "shape": [numel], "data_offsets": [at, at + numel]}
+        text = json.dumps({**described, TABLE: end}, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % PLACE)
+        table = 8 + len(text) + at
+        if table_bytes(table) == numel:
+            break
+        numel = table_bytes(table)
+    header = len(text).to_bytes(8, "little") + text
+    return Plan(
+        outs=[outs[index] for index in order],
+        offsets=[len(header) + starts[index] for index in order],
+        header=header,
+        table=table,
+    )
+
+
+def write(planned: Plan, path: Path) -> File:
+    """Writes the file, which must not exist, and waits until it is on the disk. OSError: it could not be."""
+    checksums = Checksums()
+    with open(path, "xb", buffering=BLOCK) as file:
+        for block in _blocks(planned):
+            checksums.add(block)
+            file.write(block)
+        table = checksums.table()
+        file.write(table)
+        file.flush()
+        os.fsync(file.fileno())
+    return File(name=path.name, size=planned.size, table=planned.table, checksum=zlib.crc32(table))
+
+
+def _blocks(planned: Plan) -> Iterator[memoryview]:
+    yield memoryview(planned.header)
+    for out in planned.outs:
+        flat = out.tensor.detach().view(-1).view(torch.uint8)
+        for start in range(0, flat.numel(), BLOCK):
+            yield memoryview(flat[start : start + BLOCK].cpu().numpy()).cast("B")

@@ -1,0 +1,68 @@
+"""Where what an offloaded optimizer keeps over steps is kept: host memory, or files."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor
+
+from zero3d.mapped import fresh
+from zero3d.offload.disk import StateFiles
+
+
+class Memory(Protocol):
+    """Flat or shaped tensors that live as long as the run. `kind`: what their bytes count as."""
+
+    kind: str
+
+    def keep(self, name: str, value: Tensor) -> Tensor:
+        """A copy of `value` that lives here; `name` is its own."""
+        ...
+
+    def ahead(self, tensors: Iterable[Tensor]) -> None:
+        """These are wanted soon."""
+        ...
+
+    def behind(self, tensors: Iterable[Tensor]) -> None:
+        """These are done with for now."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class HostMemory:
+    """Memory of the process itself."""
+
+    kind = "host"
+
+    def keep(self, name: str, value: Tensor) -> Tensor:
+        return fresh(value.numel(), value.dtype, value.device).view(value.shape).copy_(value)
+
+    def ahead(self, tensors: Iterable[Tensor]) -> None:
+        return None
+
+    def behind(self, tensors: Iterable[Tensor]) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class FileMemory:
+    """Files of this rank: the kernel reads ahead what is wanted soon, and writes behind what is done with."""
+
+    kind = "disk"
+
+    def __init__(self, files: StateFiles) -> None:
+        self._files = files
+
+    def keep(self, name: str, value: Tensor) -> Tensor:
+        return self._files.adopt(name, value)
+
+    def ahead(self, tensors: Iterable[Tensor]) -> None:
+        self._files.ahead(tensors)
+
+    def behind(self, tensors: Iterable[Tensor]) -> None:
+        self._files.behind(tensors)
+
+    def close(self) -> None:
+        self._files.close()
