@@ -39,7 +39,7 @@ from zero3d.errors import (
 
 if TYPE_CHECKING:
     from zero3d.comparison import verify
-    from zero3d.engine import Engine, EvaluateReport, StepReport
+    from zero3d.engine import Engine
     from zero3d.models.pretrained import pretrained
     from zero3d.own_loop import Sharded, shard
     from zero3d.tensor.loss import cross_entropy
@@ -69,8 +69,8 @@ __all__ = [
 
 _NEED_TORCH = {
     "Engine": "zero3d.engine",
-    "EvaluateReport": "zero3d.engine",
-    "StepReport": "zero3d.engine",
+    "EvaluateReport": "zero3d.reports",
+    "StepReport": "zero3d.reports",
     "Sharded": "zero3d.own_loop",
     "cross_entropy": "zero3d.tensor.loss",
     "pretrained": "zero3d.models.pretrained",

@@ -30,7 +30,7 @@ class Stateful(Protocol):
 
 def whole_states(optimizer: Stateful, shards: Sequence[Shard], axis: Axis) -> dict[str, State]:
     """The state of each parameter that has one. `axis`: what the shards are cut over. Collective."""
-    device = shards[0].master.device if shards else torch.device("cpu")
+    device = shards[0].device if shards else torch.device("cpu")
     pieces = {name: state for shard in shards for name, state in optimizer.state_of(shard).items() if name and state}
     mine = {name: {key: _told(value, None) for key, value in state.items()} for name, state in pieces.items()}
     owned = optimizer.whole_state()

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from zero3d.comm.mesh import open_mesh
 from zero3d.config import Config
 from zero3d.contracts import Batch, Loss, ModelSource, OptimizerChoice
-from zero3d.engine import Engine, StepReport
+from zero3d.engine import Engine
 from zero3d.errors import UsageError
 from zero3d.layout import Layout
 from zero3d.pipeline.calling import Call, split
 from zero3d.plain import Plain, PlainStep, copy_of, fill
 from zero3d.precision import NAMES
+from zero3d.reports import StepReport
 from zero3d.trees import tensors_in
 
 EQUAL, CLOSE, DIFFERENT = "equal", "close", "different"

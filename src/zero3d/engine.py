@@ -5,7 +5,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -32,6 +31,7 @@ from zero3d.pipeline.same import refuse_other_data
 from zero3d.pipeline.uneven import Mine, Padding, even_out, own, together
 from zero3d.precision import native_bf16
 from zero3d.replicas import check_replicas
+from zero3d.reports import EvaluateReport, StepReport
 from zero3d.step import Done, evaluate_step, train_step
 from zero3d.tensor.loss import whole_logits
 from zero3d.trace.collect import collect
@@ -43,44 +43,6 @@ MOST_SKIPS = 10
 """fp16: so many steps in a row without finite gradients are no matter of the loss scale any more."""
 CHECKED_STEPS = 3
 """In which the ranks that share a replica are looked at for having the same data."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """One step, the same on every rank.
-
-    loss: mean over the global batch's counted targets (NaN without any); tokens: their number; grad_norm: before
-    clipping; clip_coefficient: what gradients were multiplied by; lr: of the first parameter group; skipped: nothing
-    was updated (fp16 overflow, or no target counted); seconds: on this rank, from call to return; loss_scale: fp16's,
-    else 1.
-    """
-
-    step: int
-    loss: float
-    tokens: int
-    grad_norm: float
-    clip_coefficient: float
-    lr: float
-    skipped: bool
-    seconds: float
-    loss_scale: float
-
-    @property
-    def grad_norm_after(self) -> float:
-        """The norm after clipping."""
-        return self.grad_norm * self.clip_coefficient
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateReport:
-    """The mean loss over the counted targets of all ranks' batches (NaN without any), and their number.
-
-    outputs: what the model gave for this rank's batch, if it was asked for
-    """
-
-    loss: float
-    tokens: int
-    outputs: Any = None
 
 
 class Engine:
@@ -162,6 +124,11 @@ class Engine:
         """What the user should know about how the model was built; empty if nothing."""
         return self._parts.notice
 
+    @property
+    def host_memory(self) -> str:
+        """What the ranks of each machine take of its memory; empty without offload."""
+        return self._parts.homes.notice
+
     def step(self, batch: Batch, watcher: Watcher = UNWATCHED) -> StepReport:
         """One update from this rank's part of the global batch. Collective. None, or no samples: nothing this time.
 
@@ -202,6 +169,7 @@ class Engine:
             skipped=not done.updated,
             seconds=time.perf_counter() - began,
             loss_scale=self._parts.scaler.scale,
+            offload=self._parts.homes.take_seconds(),
         )
 
     def evaluate(self, batch: Batch, *, outputs: bool = False) -> EvaluateReport:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from zero3d.engine import StepReport
+    from zero3d.reports import StepReport
     from zero3d.train import Plan, Summary
 
 CONFIG = "config.toml"

@@ -42,6 +42,7 @@ def _differences(infos: Sequence[ParamInfo], shards: Iterable[Shard], mesh: Mesh
     # Ranks of one tp axis have the same index on dp and local shapes alike, so their pieces are of the same elements.
     names, sums = [], []
     for shard in shards:
+        shard.settle()
         for piece in shard.pieces:
             if piece.name in alike:
                 names.append(piece.name)

@@ -19,10 +19,11 @@ from zero3d.data.batches import Batches, heldout_batches, num_windows
 from zero3d.data.byte_models import bits_per_byte
 from zero3d.data.prepare import Prepared
 from zero3d.data.tokenizers import BYTES, Tokenizer, tokenizer_for
-from zero3d.engine import Engine, StepReport
+from zero3d.engine import Engine
 from zero3d.models.gpt import generate
 from zero3d.planner import bubble
 from zero3d.planner.memory import ModelStates, at_each_level
+from zero3d.reports import StepReport
 from zero3d.tensor.loss import next_token_loss
 from zero3d.trace.tracer import Tracer
 

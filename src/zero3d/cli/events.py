@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, TextIO
 from zero3d.records import as_line, done_event, note_event, step_event
 
 if TYPE_CHECKING:
-    from zero3d.engine import StepReport
+    from zero3d.reports import StepReport
     from zero3d.train import Plan, Summary
 
 

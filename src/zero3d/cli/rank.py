@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from zero3d.cli.failure import as_known, describe
 
 if TYPE_CHECKING:
-    from zero3d.engine import StepReport
+    from zero3d.reports import StepReport
     from zero3d.train import Plan, Summary
 
 PARENT = "ZERO3D_PARENT"

@@ -15,7 +15,7 @@ from zero3d.cli.suggest import suggestions
 from zero3d.records import RunFolder
 
 if TYPE_CHECKING:
-    from zero3d.engine import StepReport
+    from zero3d.reports import StepReport
     from zero3d.train import Plan, Summary
 
 LINE_SECONDS = 10.0

@@ -68,7 +68,7 @@ class StateFiles:
     """
 
     def __init__(self, folder: Path, rank: int, needed: int) -> None:
-        self.path = folder / f"rank-{rank:05d}"
+        self.path = folder.absolute() / f"rank-{rank:05d}"
         self.nbytes = 0
         """Of all tensors together."""
         self._needed = needed
@@ -87,6 +87,7 @@ class StateFiles:
                     if _NAME.fullmatch(name):
                         os.unlink(name, dir_fd=self._folder)
                 _check_room(self.path, self._folder, needed)
+                os.ftruncate(lock, 0)
                 os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
             except BaseException:
                 self.close()

@@ -31,6 +31,7 @@ class HostShard(Shard):
     updating: the update that reads `gradient` and writes `master`
     spare:    the other gradient buffer, which the next step fills while the update reads `gradient`; or None
     reading:  the update that reads `spare`
+    on:       the device on which the model runs
     kinds:    what the memory of master weights and gradients counts as
     """
 
@@ -38,7 +39,12 @@ class HostShard(Shard):
     spare: Tensor | None = None
     reading: Pending = DONE
     kinds: tuple[str, str] = ("host", "host")
+    on: torch.device = HOST
     norms: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def device(self) -> torch.device:
+        return self.on
 
     def narrow(self) -> None:
         """New weights come up by themselves."""
@@ -88,6 +94,7 @@ class HostHome:
             weights=weights,
             spare=fresh(numel, held, HOST) if self._delays else None,
             kinds=(self._memory.kind, "host"),
+            on=self._device,
         )
 
     def make_room(self) -> None:

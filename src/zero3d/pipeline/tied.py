@@ -29,13 +29,13 @@ class Tied:
         for shard, ranks in self._shared:
             shard.coming.wait()
             label = f"gradient of {shard.bucket.slots[0].name}, tied"
-            theirs = []
+            theirs, mine = [], shard.gradient.to(shard.device, copy=True)
             for rank in ranks:
-                part = shard.gradient.clone() if rank == self._axis.index else torch.empty_like(shard.gradient)
+                part = mine if rank == self._axis.index else torch.empty_like(mine)
                 theirs.append(part)
                 if rank != self._axis.index:
                     pending.append(self._axis.recv(part, rank, label))
-                    pending.append(self._axis.send(shard.gradient, rank, label))
+                    pending.append(self._axis.send(mine, rank, label))
             parts.append(theirs)
         for one in pending:
             one.wait()

@@ -29,7 +29,7 @@ class Partial:
                 continue
             for shard, _, _ in chosen:
                 shard.coming.wait()
-            mine = torch.cat([shard.gradient[span] for shard, span, _ in chosen])
+            mine = torch.cat([shard.gradient[span].to(shard.device) for shard, span, _ in chosen])
             total = self._everyones(mine) if everywhere else self._holders(mine, chosen)
             at = 0
             for shard, span, _ in chosen:

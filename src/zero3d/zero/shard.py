@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from zero3d.comm.bucket import Bucket, Piece
@@ -37,6 +38,11 @@ class Shard:
     def pieces(self) -> Sequence[Piece]:
         """The parameters' parts in this shard; offsets are the shard's own."""
         return tuple(self.bucket.pieces(self.span))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self.master.device
 
     def narrow(self) -> None:
         """The model's weights become the master weights, rounded to their dtype."""

@@ -1,0 +1,50 @@
+"""What a step, and an evaluation, came to."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from zero3d.offload.queues import Seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """One step, the same on every rank.
+
+    loss: mean over the global batch's counted targets (NaN without any); tokens: their number; grad_norm: before
+    clipping; clip_coefficient: what gradients were multiplied by; lr: of the first parameter group; skipped: nothing
+    was updated (fp16 overflow, or no target counted); seconds: on this rank, from call to return; loss_scale: fp16's,
+    else 1; offload: where they went, or None without offload.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    grad_norm: float
+    clip_coefficient: float
+    lr: float
+    skipped: bool
+    seconds: float
+    loss_scale: float
+    offload: Seconds | None = None
+
+    @property
+    def grad_norm_after(self) -> float:
+        """The norm after clipping."""
+        return self.grad_norm * self.clip_coefficient
+
+    @property
+    def compute_seconds(self) -> float:
+        """Those in which the rank did not stand still for what it offloads."""
+        return self.seconds - (self.offload.waited if self.offload else 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateReport:
+    """The mean loss over the counted targets of all ranks' batches (NaN without any), and their number.
+
+    outputs: what the model gave for this rank's batch, if it was asked for
+    """
+
+    loss: float
+    tokens: int
+    outputs: Any = None
