@@ -17,11 +17,9 @@ from zero3d.comm.streams import Staging, settled
 from zero3d.contracts import Pending
 from zero3d.exact import group_norms
 from zero3d.mapped import fresh
-from zero3d.offload.memory import Memory
+from zero3d.offload.memory import HOST, Memory
 from zero3d.offload.queues import Queues
 from zero3d.zero.shard import Shard
-
-HOST = torch.device("cpu")
 
 
 @dataclass(eq=False, kw_only=True)

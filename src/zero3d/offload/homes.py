@@ -21,8 +21,8 @@ from zero3d.errors import OutOfSpaceError, UsageError, Zero3dError
 from zero3d.mapped import kept_copy
 from zero3d.offload import budget, machine
 from zero3d.offload.disk import StateFiles
-from zero3d.offload.home import HOST, HostHome
-from zero3d.offload.memory import FileMemory, HostMemory, Memory
+from zero3d.offload.home import HostHome
+from zero3d.offload.memory import HOST, FileMemory, HostMemory, Memory
 from zero3d.offload.queues import Queues, Seconds
 from zero3d.offload.update import OffloadedOptimizer
 from zero3d.optim.assignment import Assignment
@@ -208,7 +208,11 @@ class Offloaded:
         self.notice = "; ".join(dict.fromkeys(texts))
         ranks_here = len(by_machine[socket.gethostname()])
         self._threads = _threads(self._options.threads, ranks_here)
-        self._memory = self._files(need.disk) if self._options.optimizer == "disk" else HostMemory()
+        self._memory = HostMemory()
+        if self._options.optimizer == "disk":
+            # Ranks of a machine usually share the disk.
+            here = by_machine[socket.gethostname()].values()
+            self._memory = self._files(sum(one["need"]["disk"] for one in here))
 
     def _files(self, needed: int) -> Memory:
         """Files of this rank. An error of one rank is everyone's."""

@@ -93,8 +93,10 @@ def _mounts(root: Path) -> list[Mount]:
     found = []
     for line in _text(root / "proc" / "self" / "mountinfo").splitlines():
         mount, _, kind = line.partition(" - ")
-        top, place = (_unescaped(word) for word in mount.split()[3:5])
-        system, _, options = kind.split()[:3]
+        words, kinds = mount.split(), kind.split()
+        if len(words) < 5 or len(kinds) < 3:
+            continue
+        (top, place), (system, options) = map(_unescaped, words[3:5]), (kinds[0], kinds[-1])
         if system == "cgroup2" or (system == "cgroup" and "memory" in options.split(",")):
             found.append(Mount(2 if system == "cgroup2" else 1, top, root / place.lstrip("/")))
     usual = root / "sys" / "fs" / "cgroup"

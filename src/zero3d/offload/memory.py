@@ -3,10 +3,13 @@
 from collections.abc import Iterable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from zero3d.mapped import fresh
 from zero3d.offload.disk import StateFiles
+
+HOST = torch.device("cpu")
 
 
 class Memory(Protocol):
@@ -16,6 +19,10 @@ class Memory(Protocol):
 
     def keep(self, name: str, value: Tensor) -> Tensor:
         """A copy of `value` that lives here; `name` is its own."""
+        ...
+
+    def zeros(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """The same of zeros [numel]."""
         ...
 
     def ahead(self, tensors: Iterable[Tensor]) -> None:
@@ -35,7 +42,10 @@ class HostMemory:
     kind = "host"
 
     def keep(self, name: str, value: Tensor) -> Tensor:
-        return fresh(value.numel(), value.dtype, value.device).view(value.shape).copy_(value)
+        return self.zeros(name, value.numel(), value.dtype).view(value.shape).copy_(value)
+
+    def zeros(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        return fresh(numel, dtype, HOST)
 
     def ahead(self, tensors: Iterable[Tensor]) -> None:
         return None
@@ -56,7 +66,12 @@ class FileMemory:
         self._files = files
 
     def keep(self, name: str, value: Tensor) -> Tensor:
-        return self._files.adopt(name, value)
+        kept = self._files.adopt(name, value)
+        self._files.behind([kept])
+        return kept
+
+    def zeros(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._files.tensor(name, numel, dtype)
 
     def ahead(self, tensors: Iterable[Tensor]) -> None:
         self._files.ahead(tensors)

@@ -17,9 +17,9 @@ from zero3d.comm.bucket import Piece
 from zero3d.comm.done import DONE
 from zero3d.comm.streams import Staging, Ticket, settled
 from zero3d.contracts import Axis, Pending
-from zero3d.offload.home import HOST, HostShard
+from zero3d.offload.home import HostShard
 from zero3d.offload.inner import HostInner
-from zero3d.offload.memory import Memory
+from zero3d.offload.memory import HOST, Memory
 from zero3d.offload.queues import Queues
 from zero3d.optim.assignment import Assignment
 from zero3d.optim.sharded import ShardedOptimizer, by_rule, cut
@@ -97,6 +97,7 @@ class OffloadedOptimizer:
         self._near = [shard for shard in shards if not isinstance(shard, HostShard)]
         self._beside = ShardedOptimizer(assignment, self._near, axis)
         self._pieces = {shard: HostPieces(assignment, shard, threads) for shard in self._away}
+        self._states: dict[HostShard, dict[str, Tensor]] = {shard: {} for shard in self._away}
         self._queues = queues
         self._staging = staging
         self._memory = memory
@@ -225,16 +226,26 @@ class OffloadedOptimizer:
         settled(self._device)
 
     def _keep(self, shard: HostShard) -> None:
-        """What the optimizer made as state is kept with the master weights from now on."""
+        """What the optimizer made as state is kept with the master weights from now on: of a shard's pieces in one
+        tensor for each key."""
         for piece, inner, index in self._pieces[shard].each():
             for key, value in inner.fresh_state(index):
-                kept = self._memory.keep(f"{shard.bucket.label} {piece.start} {key}", value)
+                span = slice(piece.start, piece.stop)
+                if value.numel() == piece.stop - piece.start:
+                    kept = self._state_like(shard, key, value)[span].view(value.shape).copy_(value)
+                else:
+                    kept = self._memory.keep(f"{shard.bucket.label} {piece.name} {key}", value)
                 inner.replace_state(index, key, kept)
 
-    def _kept(self, shard: HostShard) -> Iterator[Tensor]:
-        yield shard.master
-        for _, inner, index in self._pieces[shard].each():
-            yield from (value for value in inner.state()[index].values() if isinstance(value, Tensor) and value.dim())
+    def _state_like(self, shard: HostShard, key: str, value: Tensor) -> Tensor:
+        """The state `key` of a shard [n], zeros at first."""
+        states = self._states[shard]
+        if key not in states:
+            states[key] = self._memory.zeros(f"{shard.bucket.label} {key}", shard.master.numel(), value.dtype)
+        return states[key]
+
+    def _kept(self, shard: HostShard) -> list[Tensor]:
+        return [shard.master, *self._states[shard].values()]
 
 
 def _to_host(value: Any) -> Any:
