@@ -378,6 +378,11 @@ def _refuse_unfit(config: Config) -> None:
             f"parallel.tp = {parallel.tp} and parallel.pp = {parallel.pp}: loops of your own shard over dp alone",
             hint="Use zero3d.Engine for tensor parallelism and pipeline stages.",
         )
+    if config.offload.optimizer != "device":
+        raise ConfigError(
+            f'offload.optimizer = "{config.offload.optimizer}": loops of your own update on the device',
+            hint="Use zero3d.Engine to offload.",
+        )
     if precision.compute == "fp16":
         raise ConfigError(
             'precision.compute = "fp16" needs its loss scaled, and here the loss is yours',

@@ -190,7 +190,7 @@ class GatheredWeights:
         else:
             self._lifted()
             mine = target[place.holding.bucket.shard(self._axis.index)]
-            self._lifting.append((place, self._store.lift(place.holding.part, mine), target))
+            self._lifting.append((place, self._store.lift(place.holding.part, mine, place.label), target))
         if not self._overlap:
             self._lifted()
 

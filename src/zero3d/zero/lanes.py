@@ -23,23 +23,25 @@ from zero3d.zero.shard import Shard
 @dataclass(frozen=True, kw_only=True)
 class Lanes:
     """Makes them. `shards_optimizer`: each rank of `axis` has its part of it; `every_turn`: gradients are reduced once
-    a micro-batch."""
+    a micro-batch; stored: weights are kept elsewhere, so that they are no master weights."""
 
     axis: Axis
     pool: Pool
     dtypes: Dtypes
     shards_optimizer: bool
     every_turn: bool
+    stored: bool
 
     def stays(self, holding: Holding, initial: Tensor) -> tuple[Shard, Lane]:
         """`initial`: fp32 [numel] of the whole bucket."""
         bucket, part = holding.bucket, holding.part
         mine = bucket.shard(self.axis.index)
         span = mine if self.shards_optimizer else slice(0, bucket.numel)
-        master = part if part.dtype == torch.float32 else kept_copy(initial[span], torch.float32)
+        own = part.dtype != torch.float32 or self.stored
+        master = kept_copy(initial[span], torch.float32) if own else part
         keeps_whole = not self.shards_optimizer or not self.every_turn
         numel = bucket.numel if keeps_whole else bucket.shard_numel
-        held = fresh(numel, self.dtypes.held(part.dtype), part.device)
+        held = fresh(numel, self.dtypes.held(part.dtype), self.pool.device)
         landing = held[mine] if keeps_whole else held
         gradient = landing if self.shards_optimizer else held
         shard = Shard(bucket=bucket, span=span, master=master, gradient=gradient, weights=part)

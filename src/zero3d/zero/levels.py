@@ -145,6 +145,7 @@ def replica_for(
         dtypes=dtypes,
         shards_optimizer=level.shards_optimizer,
         every_turn=options.reduce_every_turn,
+        stored=homes.store is not None,
     )
     for bucket in buckets:
         held = [infos[slot.name] for slot in bucket.slots]

@@ -138,7 +138,8 @@ class ZeroReplica:
                 lane.norms = None
 
     def norms(self, uncounted: Collection[str] = ()) -> list[Tensor]:
-        """Norms of groups of 64 elements of what landed here, fp64; zeros for parameters that are `uncounted`."""
+        """Norms of groups of 64 elements of what landed here, fp64, where it landed; zeros for parameters that are
+        `uncounted`."""
         small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         found = []
         for _, _, lane in self._trained:
@@ -153,7 +154,7 @@ class ZeroReplica:
                 norms[first // GROUP : last // GROUP] = 0
             found.append(norms)
         found += [group_norms(torch.cat(landings)) for landings in small.values()]
-        return [norms.to(self.device) for norms in found]
+        return found
 
     def arrivals(self) -> dict[str, int]:
         """How many gradients each trainable parameter got on this rank in the step."""
