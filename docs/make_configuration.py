@@ -26,13 +26,14 @@ A configuration is a TOML file with the sections below. Every key has a default,
 - An unknown key is refused with the nearest known one; so is a value of another type, or one that clashes with
   another key. That happens before any rank starts where it can be known there, with exit code 2 and values that work.
 - `"auto"` and keys left out are resolved before the first step. The screen shows the result, and `config.toml` in
-  the run's folder has every key of it.
+  the run's folder has every key of it. (Where something is offloaded, two stay: to `offload.fraction` each rank, and to
+  `offload.threads` each machine, has an answer of its own.)
 
 `zero3d.Engine` is given model, loss, optimizer and batches by the caller. What is left to the configuration then:
 `run.seed`, `run.steps` (for the schedule) and `run.timeout_seconds`; `model.blocks`; of `[optimizer]` the schedule and
-`clip_norm`, and the settings of an optimizer that is given by name; and all of `[parallel]`, `[zero]`, `[precision]`
-and `[recompute]`. `parallel.micro_batch` cuts what each call of `engine.step` is given; where `data.global_batch` is
-set, it is checked against the ranks.
+`clip_norm`, and the settings of an optimizer that is given by name; and all of `[parallel]`, `[zero]`, `[offload]`,
+`[precision]` and `[recompute]`. `parallel.micro_batch` cuts what each call of `engine.step` is given; where
+`data.global_batch` is set, it is checked against the ranks.
 """
 
 

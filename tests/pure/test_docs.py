@@ -17,6 +17,7 @@ DOCTESTS = [
     "layout",
     "config",
     "comm.bucket",
+    "offload.budget",
     "optim.learning_rate",
     "pipeline.action",
     "pipeline.bubbles",

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero3d.config import Config
+from zero3d.config import Config, Offload
 from zero3d.planner.memory import LEVELS, ModelStates, Widths, at_each_level, states, widths_of
 
 
@@ -83,3 +83,90 @@ def test_replicas_shard_over_a_group_alone() -> None:
 def test_a_level_outside_0_to_3() -> None:
     with pytest.raises(ValueError, match="outside 0 to 3"):
         states(1, 4, dp=1)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_offload_leaves_the_weights_on_the_device(level: int) -> None:
+    """Device 2 Psi, or 2 Psi / N at level 3; host 12 Psi / N and the gradient."""
+    one = states(8000, level, dp=4, offload=Offload(optimizer="host"))
+    assert (one.weights, one.gradients, one.optimizer) == (16000 if level < 3 else 4000, 0, 0)
+    assert one.host == (12 + 2) * 2000 and one.disk == 0
+    assert one.device == one.weights and one.total == one.device + one.host
+
+
+def test_zero_offload_on_one_rank() -> None:
+    """The paper's claim: 2 Psi in place of 16 Psi on the device, at each level the same."""
+    for level in LEVELS:
+        one = states(1000, level, dp=1, offload=Offload(optimizer="host"))
+        assert (one.device, one.host) == (2000, 14000)
+    with pytest.raises(ValueError, match="level 0 on 4 ranks"):
+        states(1000, 0, dp=4, offload=Offload(optimizer="host"))
+
+
+def test_offloaded_gradients_that_are_reduced_once_a_step_are_whole_on_the_device_until_then() -> None:
+    one = states(8000, 2, dp=4, reduce="step", offload=Offload(optimizer="host"))
+    assert one.gradients == 2 * 8000 and one.host == 14 * 2000
+
+
+def test_weights_on_the_host_leave_nothing_on_the_device() -> None:
+    one = states(8000, 3, dp=4, frozen=400, offload=Offload(optimizer="host", parameters="host"))
+    assert one.device == 0 and one.host == 16 * 2000 + 2 * 100
+
+
+def test_states_on_disk() -> None:
+    one = states(8000, 2, dp=4, offload=Offload(optimizer="disk", folder="x"))
+    assert (one.device, one.host, one.disk) == (16000, 2 * 2000, 12 * 2000)
+
+
+def test_a_part_of_it() -> None:
+    """Of a quarter of each shard the optimizer is on the host; nothing is held twice."""
+    one = states(8000, 2, dp=4, offload=Offload(optimizer="host", fraction=0.25))
+    assert (one.weights, one.gradients, one.optimizer, one.host) == (16000, 2 * 1500, 12 * 1500, 14 * 500)
+
+
+@pytest.mark.parametrize("reduce", ["step", "micro-batch"])
+@pytest.mark.parametrize("megabytes", [0.03, 0.035, 0.05])
+def test_as_much_as_the_device_asks_for(megabytes: float, reduce: str) -> None:
+    offload = Offload(optimizer="host", fraction="auto", device_mb=megabytes)
+    one = states(8000, 2, dp=4, reduce=reduce, offload=offload)
+    most = states(8000, 2, dp=4, reduce=reduce)
+    least = states(8000, 2, dp=4, reduce=reduce, offload=Offload(optimizer="host"))
+    wanted = min(max(megabytes * 1e6, least.device), most.device)
+    assert wanted - 14 < one.device <= wanted, "to one element"
+
+
+def test_a_delayed_update_holds_two_sets_of_gradients() -> None:
+    plain, delayed = (states(8000, 2, dp=4, offload=Offload(optimizer="host", delayed_update=n)) for n in (0, 5))
+    assert delayed.host - plain.host == 2 * 2000 and delayed.device == plain.device
+
+
+def test_fp32_weights_are_their_own_master_only_beside_it() -> None:
+    widths = Widths(weights=4, gradients=4, optimizer=8)
+    one = states(1000, 2, dp=1, widths=widths, offload=Offload(optimizer="host"))
+    assert one.device == 4 * 1000 and one.host == (4 + 4 + 8) * 1000
+
+
+@given(
+    parameters=st.integers(1, 10**12),
+    level=st.integers(1, 3),
+    dp=st.integers(1, 64),
+    fraction=st.floats(0.01, 1),
+    reduce=st.sampled_from(["step", "micro-batch"]),
+)
+def test_what_leaves_the_device_is_on_the_host(
+    parameters: int, level: int, dp: int, fraction: float, reduce: str
+) -> None:
+    offload = Offload(optimizer="host", fraction=fraction)
+    plain = states(parameters, level, dp=dp, reduce=reduce)
+    one = states(parameters, level, dp=dp, reduce=reduce, offload=offload)
+    sums = one.host // 14 * 2 if reduce == "step" else 0  # of the rank's part, besides those that are whole till then
+    assert one.device <= plain.device and one.total - sums == plain.total
+
+
+def test_the_table_of_a_configuration_offloads_where_a_level_can() -> None:
+    tree = {"zero": {"level": 3}, "offload": {"optimizer": "host", "parameters": "host"}}
+    config = Config.load(tree, ["precision.compute=bf16", "precision.gradients=compute"])
+    table = at_each_level(config, 8000, dp=4)
+    assert [one.device for one in table] == [16 * 8000, 16000, 16000, 0]
+    assert [one.host for one in table] == [0, 14 * 2000, 14 * 2000, 16 * 2000]
+    assert at_each_level(config, 8000, dp=1)[0].host == 14 * 8000

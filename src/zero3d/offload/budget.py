@@ -75,6 +75,20 @@ class HostNeed:
         return {name: getattr(self, name) for name in ("master", "moments", "gradients", "weights", "staging")}
 
 
+@dataclass(frozen=True, kw_only=True)
+class MachineNeed:
+    """What the ranks of one machine need of its memory; needs: by rank. available: bytes of it that were free before,
+    of which `limit_name` leaves no more; None: nobody knows."""
+
+    needs: Mapping[int, HostNeed]
+    available: int | None = None
+    limit_name: str = ""
+
+    @property
+    def total(self) -> int:
+        return sum(one.total for one in self.needs.values())
+
+
 def need(
     shards: Iterable[tuple[int, HostWidths]],
     *,

@@ -63,8 +63,8 @@ def of_process(root: Path = ROOT) -> Limit | None:
     limits, status = _text(own / "limits"), _text(own / "status")
     found = []
     for name, used_name, text in (
-        ("address space", "VmSize", "address space limit (ulimit -v)"),
-        ("data size", "VmData", "data size limit (ulimit -d)"),
+        ("address space", "VmSize", "address space limit, ulimit -v"),
+        ("data size", "VmData", "data size limit, ulimit -d"),
     ):
         limit = re.search(rf"^Max {name}\s+(\d+)", limits, re.MULTILINE)
         used = re.search(rf"^{used_name}:\s+(\d+) kB", status, re.MULTILINE)
