@@ -7,10 +7,10 @@ import zlib
 from collections.abc import Sequence
 from typing import Final
 
-CHUNK: Final = 1 << 13
+CHUNK: Final = 1 << 12
 """Bytes: so few that a rank reads little that it does not want, so many that crc32 still runs at its full speed."""
 ENTRY: Final = 4
-TABLE: Final = "checksums"
+TABLE: Final = "(checksums)"
 """The table's key in a file."""
 
 

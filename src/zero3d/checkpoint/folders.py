@@ -1,8 +1,8 @@
 """The folder of a run's checkpoints: names, which of them are whole, which are kept. Pure.
 
-    step-00001000/               whole, since it came by one rename
-    step-00001000.tmp-5f2c/      being written, or what a killed run left
-    step-00001000.old-77aa/      replaced by another of the same step; whole too until it is gone
+step-00001000/               whole, since it came by one rename
+step-00001000.tmp-5f2c/      being written, or what a killed run left
+step-00001000.old-77aa/      replaced by another of the same step; whole too until it is gone
 """
 
 import os
@@ -64,7 +64,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def whole(path: Path) -> tuple[str, Manifest]:
-    """Text and contents of the manifest at `path`, all of whose files are there in full size. DataError: they are not."""
+    """Text and contents of the manifest at `path`, all of whose files are there in full size. DataError otherwise."""
     manifest_path = path / MANIFEST
     try:
         _refuse_link(manifest_path)

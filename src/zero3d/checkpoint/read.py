@@ -80,7 +80,9 @@ class Reader:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         os.close(self._descriptor)
 
     def read(self, start: int, stop: int) -> memoryview:

@@ -4,7 +4,7 @@
 dp, in groups, uncut weights over tp) has so many `holders`.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ class Stateful(Protocol):
     learning_rate: float
 
     @property
-    def wants_whole(self) -> Collection[str]: ...
+    def updates_whole(self) -> Mapping[str, bool]: ...
     def state_of(self, shard: Shard) -> Mapping[str, Mapping[str, Tensor]]: ...
     def whole_state(self) -> Mapping[str, Mapping[str, Tensor]]: ...
     def set_state_of(self, shard: Shard, states: Mapping[str, Mapping[str, Any]]) -> None: ...

@@ -1,13 +1,14 @@
 """Work that each rank does by itself and that all must be through with: an error of one is an error of all."""
 
-import errno
 import json
 import os
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
+from zero3d.checkpoint.write import FULL
 from zero3d.comm.texts import everyones_text
 from zero3d.contracts import Axis
 from zero3d.errors import DataError, OutOfSpaceError, RankFailedError, UsageError, Zero3dError
@@ -17,7 +18,6 @@ Result = TypeVar("Result")
 KINDS: dict[str, type[Zero3dError]] = {
     kind.__name__: kind for kind in (UsageError, DataError, OutOfSpaceError, RankFailedError)
 }
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Together:
@@ -53,7 +53,7 @@ class Together:
 
     def from_first(self, text: str, label: str) -> str:
         """Rank 0's text, however long. Collective."""
-        data = torch.tensor(bytearray(text.encode()) if self.index == 0 else b"", dtype=torch.uint8)
+        data = _bytes(text if self.index == 0 else "")
         size = torch.tensor([data.numel()], dtype=torch.int64, device=self._device)
         self._axis.broadcast(size, 0, f"length of {label}").wait()
         out = data.to(self._device) if self.index == 0 else data.new_empty(int(size), device=self._device)
@@ -64,7 +64,7 @@ class Together:
     def to_first(self, text: str, label: str) -> list[str]:
         """Everyone's text, by rank, on rank 0; nothing elsewhere. One after the other, as they may be long.
         Collective."""
-        mine = torch.tensor(bytearray(text.encode()), dtype=torch.uint8, device=self._device)
+        mine = _bytes(text).to(self._device)
         size = torch.tensor([mine.numel()], dtype=torch.int64, device=self._device)
         sizes = torch.empty(self.size, dtype=torch.int64, device=self._device)
         self._axis.all_gather(sizes, size, f"lengths of {label}").wait()
@@ -79,6 +79,11 @@ class Together:
                 self._axis.recv(out, rank, label).wait()
             found.append(out.cpu().numpy().tobytes().decode())
         return found
+
+
+def _bytes(text: str) -> Tensor:
+    data = bytearray(text.encode())
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def _told(error: Exception | None) -> str:

@@ -7,6 +7,7 @@
 Where everything will lie is known before anything is written, so nothing is held but the block that is on its way.
 """
 
+import errno
 import json
 import os
 import zlib
@@ -20,9 +21,11 @@ from torch import Tensor
 
 from zero3d.checkpoint.chunks import TABLE, Checksums, table_bytes
 from zero3d.checkpoint.manifest import ITEMSIZE, File
+from zero3d.errors import OutOfSpaceError
 
 BLOCK: Final = 1 << 22
 """Bytes that are fetched from a device, and written, at a time."""
+FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 PLACE: Final = 8
 """The header's length is a multiple of it, so that elements of every dtype lie where they can be mapped."""
 
@@ -84,6 +87,7 @@ def plan(outs: Sequence[Out]) -> Plan:
             "data_offsets": [at, at + out.tensor.nbytes],
         }
         at += out.tensor.nbytes
+    assert len(described) == len(outs), "two tensors of one name"
     # The header says how long the table is, which depends on the header's own length.
     numel = 0
     while True:
@@ -104,16 +108,29 @@ def plan(outs: Sequence[Out]) -> Plan:
 
 
 def write(planned: Plan, path: Path) -> File:
-    """Writes the file, which must not exist, and waits until it is on the disk. OSError: it could not be."""
+    """Writes the file, which must not exist, and waits until it is on the disk.
+
+    OutOfSpaceError: there is no room for it. OSError: it could not be written for another reason.
+    """
     checksums = Checksums()
-    with open(path, "xb", buffering=BLOCK) as file:
-        for block in _blocks(planned):
-            checksums.add(block)
-            file.write(block)
-        table = checksums.table()
-        file.write(table)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(path, "xb", buffering=BLOCK) as file:
+            for block in _blocks(planned):
+                checksums.add(block)
+                file.write(block)
+            table = checksums.table()
+            file.write(table)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno in FULL:
+            raise OutOfSpaceError(
+                f"{os.strerror(error.errno)}: {planned.size / 1e6:.1f} MB were to be written",
+                where=str(path),
+                hint="Free some space there, or save elsewhere.",
+            ) from error
+        error.filename = str(path)  # An error of writing does not tell it.
+        raise
     return File(name=path.name, size=planned.size, table=planned.table, checksum=zlib.crc32(table))
 
 
@@ -122,4 +139,4 @@ def _blocks(planned: Plan) -> Iterator[memoryview]:
     for out in planned.outs:
         flat = out.tensor.detach().view(-1).view(torch.uint8)
         for start in range(0, flat.numel(), BLOCK):
-            yield memoryview(flat[start : start + BLOCK].cpu().numpy()).cast("B")
+            yield flat[start : start + BLOCK].cpu().numpy().data

@@ -27,7 +27,10 @@ def call_roll(what: str, patience: float = PATIENCE) -> None:
         if time.monotonic() > deadline:
             absent = lookout.absent(what)
             lookout.here(what, -1)
-            raise DivergedError(_told(what, absent, patience, [lookout.doing(rank) for rank in absent]))
+            raise DivergedError(
+                _told(what, absent, patience, [lookout.doing(rank) for rank in absent]),
+                hint="Call it on every rank, not under `if rank == 0`. Nothing has been done yet.",
+            )
         time.sleep(pause)
         pause = min(2 * pause, LONGEST)
         missing = lookout.here(what, 0)

@@ -56,7 +56,8 @@ def assign(
             raise UsageError(
                 f"optimizer {rule.name} does not treat each element by itself: on shards it would compute something "
                 f"else, for {info.name} among others",
-                hint='Set zero.whole_parameters = ["auto"]: the state of such a parameter is then whole on one rank.',
+                hint='Set zero.whole_parameters = ["auto"], with offload.optimizer = "device": the state of such a '
+                "parameter is then whole on one rank.",
             )
         kind = (rule, tuple(min(extent, 8) for extent in info.shape))
         if kind not in tried:

@@ -47,8 +47,9 @@ class Inner:
             tensor.grad = gradient
         self.set_lr(lr)
         if scale is not None:
-            self._optimizer.grad_scale = torch.tensor(  # type: ignore[attr-defined]
-                1.0 / scale, device=self._tensors[0].device
+            # Filled on the device: what is copied there would wait for all that it has to do.
+            self._optimizer.grad_scale = torch.full(  # type: ignore[attr-defined]
+                (), 1.0 / scale, dtype=torch.float32, device=self._tensors[0].device
             )
         self._optimizer.step()
         for tensor in self._tensors:

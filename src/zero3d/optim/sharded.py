@@ -6,7 +6,7 @@ cut. A parameter that no backward reached has no gradient, as in plain torch: it
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,11 +56,16 @@ class ShardedOptimizer:
         self._ahead = axis.size
         self._scratch = torch.empty(0)
         self._unused: frozenset[str] = frozenset()
+        self._before_update: Callable[[Shard], None] = _nothing
         self._peak = self.learning_rate = assignment.learning_rate
 
     def leave(self, unused: frozenset[str]) -> None:
         """The next step has no gradient for these parameters."""
         self._unused = unused
+
+    def ask_before_update(self, call: Callable[[Shard], None]) -> None:
+        """`call` comes before a shard's master weights and state change."""
+        self._before_update = call
 
     def step(self, shards: Iterable[Shard], lr: float, scale: float) -> Iterable[Shard]:
         """`lr` is a factor of each group's own learning rate; `shards`: all, in their order.
@@ -111,9 +116,9 @@ class ShardedOptimizer:
         self._whole.set_states(states)
 
     @property
-    def wants_whole(self) -> frozenset[str]:
-        """The parameters that this rank updates whole."""
-        return self._whole.wanted
+    def updates_whole(self) -> Mapping[str, bool]:
+        """The parameters of the shards that are updated whole; whether by this rank."""
+        return self._whole.here
 
     def set_state_of(self, shard: Shard, states: Mapping[str, Mapping[str, Any]]) -> None:
         """The inverse of `state_of`: state of the shard's pieces, each as long as its piece."""
@@ -123,7 +128,7 @@ class ShardedOptimizer:
                     flat.inner.set_state(index, states[piece.name])
 
     def set_whole_state(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """The inverse of `whole_state`, for all that this rank `wants_whole`."""
+        """The inverse of `whole_state`, for all that this rank `updates_whole`."""
         self._whole.set_states(states)
 
     def fetch(self) -> None:
@@ -143,6 +148,7 @@ class ShardedOptimizer:
         """Gradients are scaled and on their way to where they are wanted whole; all pieces are updated."""
         scaled = {}
         for shard in run.shards:
+            self._before_update(shard)
             shard.coming.wait()
             scaled[shard] = self._scaled(shard, scale)
             self._whole.send_gradients(shard, self._unused)
@@ -227,3 +233,7 @@ def _pieces(assignment: Assignment, shards: Sequence[Shard]) -> Iterable[Pieces]
     for rule, pieces in by_rule(assignment, shards).items():
         inner = Inner(rule, [(piece.name, shard.master[piece.start : piece.stop]) for shard, piece in pieces])
         yield Pieces(pieces, inner, inner.can_scale and fp32)
+
+
+def _nothing(shard: Shard) -> None:
+    return None

@@ -4,7 +4,7 @@
   24           1                  1              24            1                1         one each trainable
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, nan
 
@@ -16,6 +16,8 @@ from zero3d.exact import LARGEST, LIMBS, exact_sum, sum_of_squares, value_of
 
 DIGESTS = 1 << 24
 """The squares of digests below this, added over thousands of ranks, fit an int64."""
+TOGETHER = 1 << 21
+"""Norms that are added up at a time: with offload those of the host would else take a part of the device's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,30 +58,49 @@ class Part:
 def agree(part: Part, axis: Axis, model: Axis, device: torch.device) -> Totals:
     """Adds the parts of all ranks of `axis`, dp, then of those that share a replica of the `model`, the first of which
     speaks for the losses; exact, so that neither order nor sharding shows."""
-    norms = torch.cat([torch.zeros(0, dtype=torch.float64, device=device), *part.norms])
     nothing = torch.zeros((), device=device)
     losses: list[float] = torch.stack([loss.double() for loss in (*part.losses, nothing)]).tolist()
     good = [loss for loss in losses if abs(loss) < LARGEST]
-    bad = norms.numel() - torch.isfinite(norms).sum() + (len(losses) - len(good))
+    squares = torch.zeros(LIMBS, dtype=torch.int64, device=device)
+    bad = torch.full((), len(losses) - len(good), dtype=torch.int64, device=device)
+    for run in _runs(part.norms):
+        norms = run.to(device)
+        squares += sum_of_squares(norms)
+        bad += norms.numel() - torch.isfinite(norms).sum()
     numbers = torch.stack([torch.stack([*part.counts, nothing.long()]).sum(), bad])
     digest = part.digest % DIGESTS
     known = torch.tensor([*exact_sum(good), digest, digest * digest, *part.arrivals.values()], device=device)
-    vector = torch.cat([sum_of_squares(norms), numbers, known])
+    vector = torch.cat([squares, numbers, known])
     axis.all_reduce(vector, "tally of the step").wait()
     sums: list[int] = vector.tolist()
     total, squared, *arrivals = sums[2 * LIMBS + 2 :]
     differs = int(squared * axis.size != total * total)
     summed = _over_model([*sums[: 2 * LIMBS + 2], differs], part.speaks, model, device)
-    squares, (count, not_finite) = summed[:LIMBS], summed[LIMBS : LIMBS + 2]
+    count, not_finite = summed[LIMBS : LIMBS + 2]
     loss, differ = summed[LIMBS + 2 : -1], summed[-1]
     return Totals(
         loss=value_of(loss) if not not_finite else nan,
-        squares=value_of(squares) if not not_finite else inf,
+        squares=value_of(summed[:LIMBS]) if not not_finite else inf,
         count=count,
         finite=not not_finite,
         unused=frozenset(name for name, total in zip(part.arrivals, arrivals) if not total),
         same_calls=not differ,
     )
+
+
+def _runs(norms: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Neighbours on one device as one, none of them empty."""
+    run: list[Tensor] = []
+    room = TOGETHER
+    for one in norms:
+        room -= one.numel()
+        if run and (one.device != run[0].device or room < 0):
+            yield torch.cat(run)
+            run, room = [], TOGETHER - one.numel()
+        if one.numel():
+            run.append(one)
+    if run:
+        yield torch.cat(run)
 
 
 def _over_model(sums: list[int], speaks: bool, model: Axis, device: torch.device) -> list[int]:

@@ -118,9 +118,9 @@ class WholeParameters:
             pending.wait()
 
     @property
-    def wanted(self) -> frozenset[str]:
-        """What this rank updates: what it owns, and where all ranks hold everything all of them."""
-        return frozenset(whole.name for whole in self._all() if whole.inner is not None)
+    def here(self) -> dict[str, bool]:
+        """Of each whether this rank updates it: its owner does, and where all ranks hold everything all of them."""
+        return {whole.name: whole.inner is not None for whole in self._all()}
 
     def state(self) -> dict[str, Mapping[str, Tensor]]:
         """Optimizer state of the parameters that this rank owns, by name: each is on one rank of the axis."""

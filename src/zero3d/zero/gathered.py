@@ -103,10 +103,18 @@ class GatheredWeights:
             self._forget(place)
             place.guard.open()
 
+    def by_use(self, shards: Sequence[Shard]) -> Sequence[Shard]:
+        """What the whole forward holds comes first, wherever in the model it is."""
+        assert self._uses is not None
+        held = set(self._named(self._uses.outside))
+        return sorted(shards, key=lambda shard: self._places[shard.bucket] not in held)
+
     def publish(self, shard: Shard) -> None:
         self._stop_lingering()
         shard.narrow()
         self._places[shard.bucket].updated = shard.updated
+        if not self._overlap:
+            shard.updated.wait()
 
     def write(self, bucket: Bucket, span: slice, values: Tensor) -> None:
         place = self._places[bucket]

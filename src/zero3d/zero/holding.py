@@ -43,6 +43,10 @@ class Weights(Protocol):
         """The parameters are plain again, for the caller to give them data of their own."""
         ...
 
+    def by_use(self, shards: Sequence[Shard]) -> Sequence[Shard]:
+        """In the order in which a forward wants their weights."""
+        ...
+
     def publish(self, shard: Shard) -> None:
         """The shard's new master weights are on their way to where they are needed."""
         ...

@@ -318,6 +318,8 @@ class Reducer:
         lane, pending = self._flying.popleft()
         pending.wait()
         lane.landed(final=self._last)
+        if not self._overlap:
+            lane.settle()
         if self._last and lane.spread is not None:
             label = f"gradient of {lane.bucket.label}"
             self._spreading[lane] = self._axis.all_gather(lane.spread, lane.landing, label)

@@ -137,6 +137,11 @@ class ZeroReplica:
             if shard in changed:
                 lane.norms = None
 
+    @property
+    def by_use(self) -> Sequence[Shard]:
+        """The shards in the order in which a forward wants their weights."""
+        return self._weights.by_use(self.shards)
+
     def norms(self, uncounted: Collection[str] = ()) -> list[Tensor]:
         """Norms of groups of 64 elements of what landed here, fp64, where it landed; zeros for parameters that are
         `uncounted`."""

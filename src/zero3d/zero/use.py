@@ -101,6 +101,11 @@ class Uses:
             model.register_forward_hook(hook(self._leave_model), always_call=True),
         ]
 
+    @property
+    def outside(self) -> Names:
+        """What a forward holds from its beginning to its end."""
+        return tuple(self._outside)
+
     def close(self) -> None:
         """Watches no more."""
         for hook in self._hooks:

@@ -36,6 +36,9 @@ class WholeWeights:
     def leave(self) -> None:
         return None
 
+    def by_use(self, shards: Sequence[Shard]) -> Sequence[Shard]:
+        return shards
+
     def publish(self, shard: Shard) -> None:
         shard.narrow()
 
