@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from zero3d.mapped import fresh
-from zero3d.offload.adamw import HostAdamW
+from zero3d.offload.adamw import HostAdamW, Workers
 
 CPU = torch.device("cpu")
 BYTES = 28
@@ -81,7 +81,7 @@ class Buffers:
 
 def ours(buffers: Buffers, threads: int) -> Step:
     torch.set_num_threads(1)  # Its threads are its own, as in a rank that the launcher starts.
-    host = HostAdamW(buffers.optimizer(fused=True), threads)
+    host = HostAdamW(buffers.optimizer(fused=True), Workers(threads))
     gradients, outs = buffers.slices(buffers.gradient), buffers.slices(buffers.out)
 
     def step() -> None:

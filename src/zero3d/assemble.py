@@ -123,7 +123,7 @@ def assemble(
         shared=frozenset(shared),  # What no rank of one stage used, another's may have.
         sums=(tensor.partial(replica.shards), Tied(mesh.axes["pp"], shared, replica.shards)),
         homes=homes,
-        optimizer=homes.optimizer(assignment, replica.shards, mesh.sharding),
+        optimizer=homes.optimizer(assignment, replica, mesh.sharding),
         scaler=scaler,
         clip_norm=config.optimizer.clip_norm,
         notice=notices(blueprint.notice, model, has_blocks=bool(blocks), gathers=gathers(config)),

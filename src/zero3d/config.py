@@ -232,6 +232,17 @@ class Recompute(Section):
     """"block": a block's activations are computed again in backward instead of being kept."""
 
 
+class Checkpoint(Section):
+    every: NotNegative = 1000
+    """Save every so many steps, and after the last one, in the folder `checkpoints` of `run.out`; 0: never."""
+    keep: Positive = 2
+    """How many of the newest checkpoints stay."""
+    keep_every: NotNegative = 0
+    """Those of steps that this divides stay too; 0: no others."""
+    background: bool = True
+    """Files are written while training goes on; off, it waits for them."""
+
+
 class Config(Section):
     """The whole configuration. See docs/configuration.md for a page made from these texts."""
 
@@ -244,6 +255,7 @@ class Config(Section):
     offload: Offload = Offload()
     precision: Precision = Precision()
     recompute: Recompute = Recompute()
+    checkpoint: Checkpoint = Checkpoint()
 
     @model_validator(mode="before")
     @classmethod

@@ -57,6 +57,11 @@ class Watcher(Protocol):
         """A call is about to be issued; `nbytes`: of the whole tensor that it fills, sums or moves."""
         ...
 
+    def queueing(self, queue: str, what: str) -> AbstractContextManager[None]:
+        """A job of a queue of offload is announced, of the step that goes on now; what comes back is round the job, in
+        the queue's own thread. `what`: which bucket it is of."""
+        ...
+
 
 class Axis(Protocol):
     """One of dp, tp, pp as one rank sees it: `size` ranks, of which I am number `index`.
@@ -112,6 +117,11 @@ class Replica(Protocol):
     @property
     def shards(self) -> Sequence["Shard"]: ...
 
+    @property
+    def by_use(self) -> Sequence["Shard"]:
+        """The same in the order in which a forward wants their weights."""
+        ...
+
     def norms(self, uncounted: Collection[str] = ()) -> Sequence[Tensor]:
         """Norms of groups of gradient elements, fp64: over the ranks that share the shards each element counts once.
         Those of parameters that are `uncounted`, as another rank holds the same, are zero."""
@@ -160,8 +170,8 @@ class Store(Protocol):
         """A part [n] that is kept here, with the values of `first`."""
         ...
 
-    def lift(self, part: Tensor, out: Tensor) -> Pending:
-        """Starts to bring `part` into `out` [n] on the device."""
+    def lift(self, part: Tensor, out: Tensor, label: str) -> Pending:
+        """Starts to bring `part` into `out` [n] on the device; `label` says in records what moves."""
         ...
 
 

@@ -23,6 +23,7 @@ from zero3d.contracts import Batch, Loss, ModelSource, OptimizerChoice, Watcher
 from zero3d.editing import edit, training_flags
 from zero3d.errors import ConfigError, NonFiniteError, UsageError
 from zero3d.layout import Layout
+from zero3d.offload.budget import MachineNeed
 from zero3d.optim.learning_rate import factor
 from zero3d.params import ParamInfo
 from zero3d.pipeline.calling import Call, split
@@ -129,6 +130,11 @@ class Engine:
         """What the ranks of each machine take of its memory; empty without offload."""
         return self._parts.homes.notice
 
+    @property
+    def host_needs(self) -> Sequence[MachineNeed]:
+        """The same as numbers, one for each machine."""
+        return self._parts.homes.machines
+
     def step(self, batch: Batch, watcher: Watcher = UNWATCHED) -> StepReport:
         """One update from this rank's part of the global batch. Collective. None, or no samples: nothing this time.
 
@@ -144,6 +150,7 @@ class Engine:
             )
         self._mesh.enter_step(self._steps + 1)
         self._mesh.watch(watcher)
+        self._parts.homes.watch(watcher)
         micro_batches = self._turns(batch)
         sent = {name: axis.sent_bytes for name, axis in self._mesh.axes.items()}
         if not self.model.training:  # Single modules may be in evaluation mode on purpose.
@@ -271,6 +278,7 @@ class Engine:
 
     def trace(self, spans: Sequence[Span]) -> Trace:
         """What all ranks recorded of their steps, by one clock. On every rank. Collective."""
+        self._parts.replica.settle()  # Jobs of the last step may be under way.
         return collect(spans, self._mesh.layout, self._mesh.everyone, self.device)
 
     def close(self) -> None:

@@ -23,6 +23,8 @@ _EXPONENTS = range(-150, 160)
 """Of norms of groups of fp32 numbers, as torch.frexp gives them."""
 _SAFE = (2.0**-40, 2.0**50)
 """Norms of groups whose squares fp32 can add without losing small ones or overflowing."""
+_WIDENED = 1 << 16
+"""Groups whose elements a GPU widens to fp64 at a time: 32 MiB."""
 
 
 def exact_sum(values: Sequence[float]) -> list[int]:
@@ -44,7 +46,7 @@ def sum_of_squares(norms: Tensor) -> Tensor:
     mantissa, exponent = torch.frexp(norms)
     squares = mantissa.square_().mul_(2.0**26).round_()
     at = (exponent - _EXPONENTS.start).clamp_(0, len(_EXPONENTS) - 1)
-    sums = torch.bincount(at, weights=squares, minlength=len(_EXPONENTS)).to(torch.int64)
+    sums = _by_exponent(at, squares)
     place = 2 * torch.arange(_EXPONENTS.start, _EXPONENTS.stop, device=norms.device) + (BIAS - 26)
     limbs = torch.zeros(LIMBS, dtype=torch.int64, device=norms.device)
     # A sum has up to 53 bits: below, three limbs of 32 bits take it after a shift of up to 31.
@@ -56,6 +58,14 @@ def sum_of_squares(norms: Tensor) -> Tensor:
     return limbs
 
 
+def _by_exponent(at: Tensor, squares: Tensor) -> Tensor:
+    if torch.are_deterministic_algorithms_enabled():
+        # No order of these integers changes a bit, but torch refuses a GPU's bincount all the same.
+        sums = torch.zeros(len(_EXPONENTS), dtype=torch.int64, device=at.device)
+        return sums.index_add_(0, at.to(torch.int64), squares.to(torch.int64))
+    return torch.bincount(at, weights=squares, minlength=len(_EXPONENTS)).to(torch.int64)
+
+
 def group_norms(flat: Tensor) -> Tensor:
     """fp64 [n / 64]: the norm of each group of 64 elements of `flat` [n].
 
@@ -65,10 +75,18 @@ def group_norms(flat: Tensor) -> Tensor:
     groups = flat.view(-1, GROUP)
     fast = torch.linalg.vector_norm(groups, dim=1, dtype=torch.float32)
     norms: Tensor = fast.double()
-    unsafe = ((fast != fast.clamp(*_SAFE)) & (fast != 0)).nonzero().view(-1)
-    if unsafe.numel():
-        norms[unsafe] = groups[unsafe].double().square_().sum(dim=1).sqrt_()
+    unsafe = (fast != fast.clamp(*_SAFE)) & (fast != 0)
+    if flat.device.type != "cpu":
+        return torch.where(unsafe, _wide_norms(groups), norms)
+    few = unsafe.nonzero().view(-1)
+    if few.numel():
+        norms[few] = groups[few].double().square_().sum(dim=1).sqrt_()
     return norms
+
+
+def _wide_norms(groups: Tensor) -> Tensor:
+    """All in fp64: to find out whether any is needed, the host would wait for all that the device has to do."""
+    return torch.cat([part.double().square_().sum(dim=1).sqrt_() for part in groups.split(_WIDENED)])
 
 
 def value_of(limbs: Sequence[int]) -> float:

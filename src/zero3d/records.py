@@ -1,6 +1,6 @@
 """What a run writes into its folder: config.toml, metrics.jsonl, TensorBoard files when its package is there.
 
-The lines of metrics.jsonl are those of `--json`: a note if there is one, one a step, one at the end. What an
+The lines of metrics.jsonl are those of `--json`: notes if there are any, one a step, one at the end. What an
 earlier run left in the folder is kept under another name.
 """
 
@@ -26,7 +26,8 @@ KEPT = (METRICS, CONFIG, TRACE, TIMELINE)
 
 
 def step_event(report: "StepReport") -> dict[str, object]:
-    """A step as programs read it; `loss` in nats per counted target, the mean over the global batch."""
+    """A step as programs read it; `loss` in nats per counted target, the mean over the global batch; with offload what
+    its seconds went into as well."""
     return {
         "event": "step",
         "step": report.step,
@@ -36,12 +37,12 @@ def step_event(report: "StepReport") -> dict[str, object]:
         "lr": report.lr,
         "skipped": report.skipped,
         "seconds": report.seconds,
-    }
+    } | _offload(report.split)
 
 
-def note_event(message: str) -> dict[str, object]:
-    """What a user should know of how the run is done, before the first step."""
-    return {"event": "note", "message": message}
+def note_events(plan: "Plan") -> list[dict[str, object]]:
+    """What a user should know of how the run is done, before the first step; with offload its host memory too."""
+    return [{"event": "note", "message": message} for message in (plan.notice, plan.host_memory) if message]
 
 
 def done_event(summary: "Summary") -> dict[str, object]:
@@ -54,9 +55,14 @@ def done_event(summary: "Summary") -> dict[str, object]:
         "tokens_per_second": summary.tokens_per_second,
         "held_bytes": summary.held_bytes,
         "sent_bytes": summary.sent_bytes,
+        **_offload(summary.offload),
         "checkpoint": None,
         "trace": None if summary.trace is None else str(summary.trace),
     }
+
+
+def _offload(split: Mapping[str, float] | None) -> dict[str, object]:
+    return {} if split is None else {"offload": dict(split)}
 
 
 def as_line(event: Mapping[str, object]) -> str:
@@ -101,8 +107,8 @@ class RunFolder:
         self._every = plan.config.run.log_every
         # Line by line: what was measured is there however the run ends.
         self._metrics = open(self.folder / METRICS, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
-        if plan.notice:
-            self._metrics.write(as_line(note_event(plan.notice)) + "\n")
+        for event in note_events(plan):
+            self._metrics.write(as_line(event) + "\n")
 
     def stepped(self, report: "StepReport") -> None:
         if self._metrics and report.step % self._every == 0:
@@ -145,6 +151,7 @@ class TensorBoard:
             "train/grad_norm": report.grad_norm,
             "train/lr": report.lr,
             "train/tokens_per_second": report.tokens / report.seconds,
+            **{f"offload/{name}_seconds": seconds for name, seconds in (report.split or {}).items()},
         }
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, report.step)

@@ -37,6 +37,15 @@ class StepReport:
         """Those in which the rank did not stand still for what it offloads."""
         return self.seconds - (self.offload.waited if self.offload else 0.0)
 
+    @property
+    def split(self) -> dict[str, float] | None:
+        """The seconds of a step with offload, by what they went into: "compute" (`compute_seconds`), "down", "update"
+        and "up" (that the queues worked), "hidden" (what of these three was beside other work). Else None."""
+        if self.offload is None:
+            return None
+        queues = {name: getattr(self.offload, name) for name in ("down", "update", "up", "hidden")}
+        return {"compute": self.compute_seconds, **queues}
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateReport:

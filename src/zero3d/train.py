@@ -21,6 +21,7 @@ from zero3d.data.prepare import Prepared
 from zero3d.data.tokenizers import BYTES, Tokenizer, tokenizer_for
 from zero3d.engine import Engine
 from zero3d.models.gpt import generate
+from zero3d.offload.budget import MachineNeed
 from zero3d.planner import bubble
 from zero3d.planner.memory import ModelStates, at_each_level
 from zero3d.reports import StepReport
@@ -37,7 +38,8 @@ PROMPT_TOKENS, SAMPLE_TOKENS, TEMPERATURE = 64, 200, 0.7
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What will run, known before the first step. parameters, trainable: of the whole model; by index on pp:
-    predicted: model states of its ranks at levels 0 to 3; stages: the blocks of each of its stages."""
+    predicted: model states of its ranks at levels 0 to 3; stages: the blocks of each of its stages. host_memory: what
+    offload takes of each machine, and the same as a text; empty without."""
 
     config: Config
     world: int
@@ -53,6 +55,8 @@ class Plan:
     documents: int
     vocabulary: int
     notice: str
+    host_needs: Sequence[MachineNeed] = ()
+    host_memory: str = ""
 
     @property
     def bits_per_nat(self) -> float | None:
@@ -71,7 +75,8 @@ class Bits:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What came out. Losses are in nats per counted target; bytes are by kind or axis, then by rank."""
+    """What came out. Losses are in nats per counted target; bytes are by kind or axis, then by rank. offload: what a
+    step's seconds went into, the mean over steps; None without offload."""
 
     plan: Plan
     steps: int
@@ -84,6 +89,7 @@ class Summary:
     tokens_per_second: float
     held_bytes: dict[str, list[int]]
     sent_bytes: dict[str, list[int]]
+    offload: dict[str, float] | None
     prompt: str
     sample: str
     trace: Path | None
@@ -165,6 +171,8 @@ def _plan(engine: Engine, prepared: Prepared) -> Plan:
         documents=prepared.documents,
         vocabulary=prepared.vocabulary,
         notice=" ".join(filter(None, (engine.notice, bubble.notice(config)))),
+        host_needs=engine.host_needs,
+        host_memory=engine.host_memory,
     )
 
 
@@ -203,10 +211,15 @@ def _look_back(
         tokens_per_second=sum(one.tokens for one in timed) / sum(one.seconds for one in timed),
         held_bytes=held,
         sent_bytes=sent,
+        offload=_mean([one.split for one in timed if one.split is not None]),
         prompt=prompt,
         sample=sample,
         trace=trace,
     )
+
+
+def _mean(splits: Sequence[dict[str, float]]) -> dict[str, float] | None:
+    return {name: sum(one[name] for one in splits) / len(splits) for name in splits[0]} if splits else None
 
 
 def _evaluate(engine: Engine, prepared: Prepared, plan: Plan) -> float:

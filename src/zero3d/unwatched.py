@@ -24,6 +24,9 @@ class Unwatched:
     def calling(self, axis: str, verb: str, label: str, nbytes: int) -> "Watched":
         return _as_it_is
 
+    def queueing(self, queue: str, what: str) -> AbstractContextManager[None]:
+        return _NOTHING
+
 
 def _as_it_is(pending: Pending) -> Pending:
     return pending

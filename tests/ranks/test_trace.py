@@ -23,8 +23,8 @@ from zero3d.trace import collect
 from zero3d.trace.chrome import chrome
 from zero3d.trace.picture import svg
 from zero3d.trace.recorder import Recorder
-from zero3d.trace.span import Span, Trace
-from zero3d.trace.timelines import measured, planned
+from zero3d.trace.span import QUEUES, Span, Trace
+from zero3d.trace.timelines import measured, middle_step, planned
 from zero3d.unwatched import UNWATCHED
 
 pytestmark = pytest.mark.ranks
@@ -41,6 +41,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "pp x tp": (4, {"parallel": {"pp": 2, "tp": 2, "micro_batch": 2, "plan": PLAN}}),
     "pp x dp, level 3": (4, {"zero": {"level": 3}, "parallel": {"pp": 2, "micro_batch": 1}}),
+    "dp, offload": (2, {"zero": {"level": 2}, "parallel": {"micro_batch": 2}, "offload": {"optimizer": "host"}}),
+    "pp, offload": (2, {"parallel": {"pp": 2, "micro_batch": 1}, "offload": {"optimizer": "host"}}),
+    "level 3, late offload": (1, {"zero": {"level": 3}, "offload": {"optimizer": "host", "delayed_update": 1}}),
+    "level 3, offload with weights": (
+        2,
+        {"zero": {"level": 3}, "offload": {"optimizer": "host", "parameters": "host"}},
+    ),
 }
 TRACED = (2, 3)
 STEPS = 4
@@ -90,6 +97,7 @@ def test_traced_steps(name: str) -> None:
         follow_each_other([span for span in trace.ranks[rank] if span.sort in ("action", "part")])
         lie_within(list(trace.of(rank, "wait")), list(trace.of(rank, "step")))
         assert all(span.facts["label"] and int(span.facts["bytes"]) > 0 for span in trace.of(rank, "call"))
+        check_jobs(trace, rank, config.get("offload", {}))
     crosses_once(trace)
     check_chrome(trace, json.loads(chrome(trace)))
     check_picture(trace, svg(trace, f"{name} <&>"))
@@ -103,6 +111,24 @@ def follow_each_other(spans: list[Span]) -> None:
 def lie_within(spans: list[Span], others: list[Span]) -> None:
     for span in spans:
         assert any(other.start <= span.start <= span.end <= other.end for other in others)
+
+
+def check_jobs(trace: Trace, rank: int, offload: dict[str, Any]) -> None:
+    """A queue does one job after the other; in each step every bucket is updated once and brought up once, and has its
+    gradients brought down at least once."""
+    jobs = {queue: [span for span in trace.of(rank, "job") if span.queue == queue] for queue in QUEUES}
+    assert sum(map(len, jobs.values())) == len(list(trace.of(rank, "job")))
+    for spans in jobs.values():
+        follow_each_other(spans)
+    for step in TRACED:
+        down, update, up = (Counter(span.what for span in jobs[queue] if span.step == step) for queue in QUEUES)
+        assert bool(offload) == bool(update) and down.keys() == update.keys() and set(update.values()) <= {1}
+        if offload.get("parameters") == "host":
+            assert up.keys() == {f"weights of {label}" for label in update}
+        elif offload.get("delayed_update") and step == 2:
+            assert not up, "the first one was brought up in time, this one is a step later"
+        else:
+            assert up == update
 
 
 def crosses_once(trace: Trace) -> None:
@@ -136,7 +162,7 @@ def check_chrome(trace: Trace, found: dict[str, Any]) -> None:
         if event["ph"] == "M":
             continue
         place = event["pid"], event["tid"]
-        assert event["ts"] >= 0 and threads[place].split(" ")[0] in ("actions", "dp", "tp", "pp")
+        assert event["ts"] >= 0 and threads[place].split(" ")[0] in ("actions", *QUEUES, "dp", "tp", "pp")
         if event["ph"] == "X":
             assert event["dur"] >= 0 and event["name"] and event["args"]["step"] in TRACED
             slices[place].append((event["ts"], event["ts"] + event["dur"]))
@@ -146,7 +172,7 @@ def check_chrome(trace: Trace, found: dict[str, Any]) -> None:
             start, end = slices[place][-1]
             assert start <= event["ts"] <= end
     for rank in range(trace.layout.world):
-        for sort in ("step", "action", "part", "wait", "call"):
+        for sort in ("step", "action", "part", "wait", "call", "job"):
             assert names[sort, rank] == len(list(trace.of(rank, sort)))  # type: ignore[arg-type]
     for place, spans in slices.items():
         around: list[float] = []
@@ -161,15 +187,17 @@ def check_chrome(trace: Trace, found: dict[str, Any]) -> None:
 
 
 def check_picture(trace: Trace, text: str) -> None:
-    """Planned and measured have the same actions, each once."""
+    """Planned and measured have the same actions, each once; queues the jobs of the measured step, each once."""
     space = "{http://www.w3.org/2000/svg}"
     root = xml.etree.ElementTree.fromstring(text)
     titles = Counter((one.text or "").split(":")[0] for one in root.iter(f"{space}title"))
     chain = [rank for rank in range(trace.layout.world) if trace.layout.place(rank)[:2] == (0, 0)]
     actions = [span.what for rank in chain for span in trace.of(rank, "action", TRACED[0])]
-    assert {title: number for title, number in titles.items() if not title.startswith("update")} == dict.fromkeys(
-        actions, 2
-    )
+    others = ("update", *(f"{queue} of " for queue in QUEUES))
+    drawn = {title: number for title, number in titles.items() if not title.startswith(others)}
+    assert drawn == dict.fromkeys(actions, 2)
+    jobs = Counter(f"{one.queue} of {one.what}" for rank in chain for one in trace.of(rank, "job", middle_step(trace)))
+    assert {title: number for title, number in titles.items() if title in jobs} == jobs
     plan = planned(trace)
     for step in TRACED:
         found = measured(trace, step)
@@ -236,11 +264,13 @@ def test_off_means_no_records() -> None:
 def test_the_command_writes_a_trace_and_a_picture(tmp_path: Path) -> None:
     """With 4 steps and 3 to be traced the first step alone is left out."""
     sets = ("--set", "parallel.dp=1", "--set", "parallel.pp=2", "--set", "parallel.micro_batch=1")
+    sets += ("--set", "offload.optimizer=host")
     done = command(fill(tmp_path), "train", "tiny.toml", "--json", "--trace", *sets)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["trace"] == "out/trace.json"
     events = json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
     steps = Counter(event["args"]["step"] for event in events if event.get("cat") == "action")
     assert steps == {2: 16, 3: 16, 4: 16}, "4 micro-batches, forward and backward, on 2 ranks"
+    assert {event["args"]["step"] for event in events if event.get("cat") == "job"} == {2, 3, 4}, "the last one's too"
     assert "measured, step" in (tmp_path / "out" / "timeline.svg").read_text()
     assert set(keep_earlier(tmp_path / "out")) >= {"trace-1.json", "timeline-1.svg"}, "for the next run"

@@ -30,7 +30,7 @@ PURE = [
     "offload/budget.py",
     "offload/machine.py",
     *(f"checkpoint/{name}.py" for name in ("slices", "manifest", "chunks", "folders")),
-    *(f"trace/{name}.py" for name in ("span", "chrome", "timelines", "picture")),
+    *(f"trace/{name}.py" for name in ("span", "chrome", "timelines", "queue_rows", "picture")),
     "optim/clip.py",
     "optim/learning_rate.py",
     *(f"data/{name}.py" for name in ("sources", "tokenizers", "tokens", "prepare", "permutation", "byte_models")),

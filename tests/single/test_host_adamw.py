@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero3d.offload.adamw import CHUNK, TASK, HostAdamW
+from zero3d.offload.adamw import CHUNK, TASK, HostAdamW, Workers
 
 SIZES = (1, 7, 8, 1023, 10**6, CHUNK, TASK + 65, 3)
 STEPS = 5
@@ -81,14 +81,13 @@ def ours(
 ) -> tuple[list[Tensor], Any, list[Tensor | None]]:
     tensors = weights()
     optimizer = make(groups(tensors))
-    host = HostAdamW(optimizer, threads, tensors)
+    host = HostAdamW(optimizer, Workers(threads), tensors)
     outs = [None if out is None else torch.zeros(len(tensor) + 1, dtype=out)[1:] for tensor in tensors]
     for number, given in enumerate(steps):
         before = [gradient if gradient is None else gradient.clone() for gradient in given]
         set_rate(optimizer, number)
         host.step(given, scale, outs)
         assert all(is_same(one, other) for one, other in zip(given, before)), "a gradient was written to"
-    host.close()
     return tensors, optimizer, outs
 
 
@@ -181,22 +180,21 @@ def test_state_is_the_optimizers_own() -> None:
     for tensor, gradient in zip(copies, gradients(2, torch.float32)):
         tensor.grad = gradient
     other.step()
-    host = HostAdamW(optimizer, 2, tensors)
+    host = HostAdamW(optimizer, Workers(2), tensors)
     host.step(gradients(2, torch.float32), 1.0, [None] * len(tensors))
     assert_same(tensors, optimizer, copies, other)
     optimizer.load_state_dict(deepcopy(other.state_dict()))
     host.step(gradients(3, torch.float32), 1.0, [None] * len(tensors))
     assert all(float(state["step"]) == 4 for state in optimizer.state.values())
-    host.close()
 
 
 def test_gradients_come_in_the_order_of_the_groups_unless_another_is_named() -> None:
     tensors = weights((5, 6, 7))
     other = weights((5, 6, 7))
     given = gradients(0, torch.float32, (5, 6, 7))
-    by_groups = HostAdamW(adamw(groups(tensors)), 1)
+    by_groups = HostAdamW(adamw(groups(tensors)), Workers(1))
     by_groups.step([given[0], given[2], given[1]], 1.0, [None] * 3)
-    by_order = HostAdamW(adamw(groups(other)), 1, other)
+    by_order = HostAdamW(adamw(groups(other)), Workers(1), other)
     by_order.step(given, 1.0, [None] * 3)
     assert all(torch.equal(one, two) for one, two in zip(tensors, other))
 
@@ -207,7 +205,7 @@ def test_parameters_of_modules_are_updated_in_place() -> None:
     layer, twin = torch.nn.Linear(3, 5), torch.nn.Linear(3, 5)
     twin.load_state_dict(layer.state_dict())
     optimizer, plain = adamw(layer.parameters()), adamw(twin.parameters())
-    host = HostAdamW(optimizer, 2)
+    host = HostAdamW(optimizer, Workers(2))
     for _ in range(2):
         given = [torch.randn(parameter.numel()) for parameter in layer.parameters()]
         for parameter, gradient in zip(twin.parameters(), given):
@@ -220,12 +218,11 @@ def test_parameters_of_modules_are_updated_in_place() -> None:
 def test_what_fails_in_a_thread_is_raised_and_the_next_step_works() -> None:
     tensors = [torch.ones(2 * TASK) for _ in range(4)]
     given = [torch.ones(2 * TASK, dtype=torch.bfloat16) for _ in tensors]
-    host = HostAdamW(adamw(tensors), 2)
+    host = HostAdamW(adamw(tensors), Workers(2))
     overlapping = torch.zeros(1).expand(2 * TASK)
     with pytest.raises(RuntimeError, match="single memory location"):
         host.step(given, 1.0, [None, *[overlapping] * 3])
     host.step(given, 1.0, [torch.zeros(2 * TASK) for _ in tensors])
-    host.close()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero3d.cli import machine
+from zero3d.cli.offload_tables import offloads
 from zero3d.cli.style import size
 from zero3d.config import Config
 from zero3d.data.prepare import Prepared, Progress, prepare
@@ -173,8 +174,9 @@ def check_model(config: Config, prepared: Prepared, ranks: int, allow_code: bool
     if machine.gpus():
         return
     each = [predicted(resolved, found.held(pp)) for pp in range(resolved.parallel.pp)]
-    states = max(one[resolved.zero.level].total for one in each)
-    _check_memory(ranks, PROCESS_BYTES + states, f"with {size(states)} of model states each")
+    most = max((one[resolved.zero.level] for one in each), key=lambda states: states.total)
+    there = f" ({size(most.device)} of the device and {size(most.host)} offloaded)" if offloads(resolved) else ""
+    _check_memory(ranks, PROCESS_BYTES + most.total, f"with {size(most.total)} of model states each{there}")
 
 
 def predicted(config: Config, held: "Sequence[ParamInfo]") -> list[ModelStates]:

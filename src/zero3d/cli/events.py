@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, TextIO
 
-from zero3d.records import as_line, done_event, note_event, step_event
+from zero3d.records import as_line, done_event, note_events, step_event
 
 if TYPE_CHECKING:
     from zero3d.reports import StepReport
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 
 class Events:
-    """A note if there is one, a line a step and one at the end, each written at once."""
+    """Notes if there are any, a line a step and one at the end, each written at once."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
 
     def started(self, plan: "Plan") -> None:
-        if plan.notice:
-            print(as_line(note_event(plan.notice)), file=self._out, flush=True)
+        for event in note_events(plan):
+            print(as_line(event), file=self._out, flush=True)
 
     def stepped(self, report: "StepReport") -> None:
         print(as_line(step_event(report)), file=self._out, flush=True)

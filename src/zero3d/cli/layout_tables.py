@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zero3d.cli.checks import predicted
+from zero3d.cli.offload_tables import home_of, offloads, what_is_offloaded
 from zero3d.cli.style import count
 from zero3d.cli.tables import KINDS, axes_text, blocks_text, layout_of, part_of, schedule_text, who_holds_what
 from zero3d.config import Config
@@ -33,6 +34,8 @@ def parts(config: Config, found: "Outline", width: int) -> Iterator[RenderableTy
     title = f"{layout.world} rank{'s' * (layout.world > 1)}: {axes_text(config)}, ZeRO level {config.zero.level}"
     about = "Of each rank: its blocks, its parameters before ZeRO shards them, and what ZeRO leaves it of these:"
     kinds = "w weights, g gradients, o optimizer state"
+    if offloads(config):
+        kinds += f"; offloaded: {what_is_offloaded(config)}"
     yield Text.assemble((title, "bold"), (f"\n{about}\n{kinds}", "dim"))
     held = [found.held(pp) for pp in range(layout.pp)]
     states = [predicted(config, mine) for mine in held]
@@ -53,11 +56,13 @@ def parts(config: Config, found: "Outline", width: int) -> Iterator[RenderableTy
 
 
 def _kept(config: Config, place: Place, states: Sequence[ModelStates]) -> str:
-    """Such as `w all  g 1/2  o 1/2`."""
+    """Such as `w all  g 1/2  o 1/2`; with the home of what is not on the device, as in `o 1/2 host`."""
     told = []
     for kind in KINDS:
-        number, parts = part_of(config, place, *(getattr(states[level], kind) for level in (config.zero.level, 0)))
-        told.append(f"{kind[0]} " + ("all" if parts == 1 else f"{number}/{parts}"))
+        held, whole = (getattr(states[level], kind) for level in (config.zero.level, 0))
+        number, parts = part_of(config, place, held, whole)
+        away = f" {home_of(config, kind)}" if offloads(config) and not held else ""
+        told.append(f"{kind[0]} " + ("all" if parts == 1 else f"{number}/{parts}") + away)
     return "  ".join(told)
 
 

@@ -8,16 +8,21 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
+from zero3d.cli.offload_tables import held_there, split_text
 from zero3d.cli.plain_table import PlainTable
 from zero3d.cli.style import count, seconds, size
 from zero3d.cli.suggest import Suggestion
-from zero3d.cli.tables import BAR, MOST_RANKS, bar
+from zero3d.cli.tables import BAR, MOST_RANKS, bar, layout_of
+from zero3d.cli.tables import KINDS as STATES
+from zero3d.layout import Place
 from zero3d.records import TIMELINE
 
 if TYPE_CHECKING:
     from zero3d.train import Plan, Summary
 
-KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
+KINDS = ("weights", "gradients", "optimizer", "activations", "buffers", "host", "disk", "staging")
+NAMES = {"host": "on the host", "disk": "on disk", "staging": "staging"}
+"""Of kinds that are not on the device."""
 BITS_BAR, LOSS_LINE = 24, 48
 
 
@@ -26,6 +31,7 @@ def how_it_went(summary: "Summary", losses: Sequence[float]) -> Text:
     data = summary.plan.config.data
     tokens = data.global_batch * data.sequence_length * summary.steps
     scale, unit = loss_unit(summary.plan)
+    split = f"on average {split_text(summary.offload)}" if summary.offload else ""
     return Text.assemble(
         ("Done  ", "bold green"),
         f"{summary.steps:,} steps, {count(tokens)} tokens in {seconds(summary.seconds)}, "
@@ -34,6 +40,8 @@ def how_it_went(summary: "Summary", losses: Sequence[float]) -> Text:
         f"{losses[0] * scale:.3f} ",
         (sparkline(losses, LOSS_LINE), "cyan"),
         f" {losses[-1] * scale:.3f} {unit}",
+        ("\nStep  " if split else "", "bold"),
+        split,
     )
 
 
@@ -103,18 +111,26 @@ def what_was_held(summary: "Summary") -> PlainTable:
     kinds = [kind for kind in KINDS if any(summary.held_bytes.get(kind, []))]
     sent = summary.sent_bytes or {"": [0] * summary.plan.world}
     over = [f"sent over {axis}" if len(sent) > 1 or axis not in ("", "dp") else "sent" for axis in sent]
-    drop = ["buffers", "activations", *over, "gradients", "optimizer"]
-    table = PlainTable("Bytes held by each rank, and sent in a step", ["rank"], [*kinds, *over], drop=drop)
+    heads = [NAMES.get(kind, kind) for kind in kinds]
+    drop = ["buffers", "activations", *over, NAMES["staging"], "gradients", "optimizer"]
+    table = PlainTable("Bytes held by each rank, and sent in a step", ["rank"], [*heads, *over], drop=drop)
     ranks = min(summary.plan.world, MOST_RANKS)
     for rank in range(ranks):
         held = [size(summary.held_bytes[kind][rank]) for kind in kinds]
         table.add_row(str(rank), *held, *(size(by_rank[rank]) for by_rank in sent.values()))
     by_pp = [each[summary.plan.config.zero.level] for each in summary.plan.predicted]
     for pp, states in enumerate(by_pp[:MOST_RANKS]):
-        predicted = [size(getattr(states, kind)) if hasattr(states, kind) else "" for kind in kinds]
+        known = {kind: getattr(states, kind) for kind in STATES} | _held_there(summary.plan, pp)
+        predicted = [size(known[kind]) if kind in known else "" for kind in kinds]
         name = f"predicted, pp {pp}" if len(by_pp) > 1 else "predicted"
         table.add_row(name, *predicted, *[""] * len(over), style="dim")
     return table
+
+
+def _held_there(plan: "Plan", pp: int) -> dict[str, int]:
+    """What the plan says that the first rank of an index on pp holds away from its device."""
+    first = layout_of(plan.config).rank(Place(dp=0, tp=0, pp=pp))
+    return next((held_there(one.needs[first]) for one in plan.host_needs if first in one.needs), {})
 
 
 def sample(summary: "Summary") -> RenderableType:

@@ -9,6 +9,7 @@ from rich.table import Column
 from rich.text import Text
 
 from zero3d.cli import results, tables
+from zero3d.cli.offload_tables import host_memory, split_text
 from zero3d.cli.options import Options
 from zero3d.cli.style import count, seconds
 from zero3d.cli.suggest import suggestions
@@ -45,7 +46,8 @@ class Screen:
             self._print(Text(f"earlier records kept as {' and '.join(self._folder.kept)}"))
         if not self._brief:
             holdings = tables.who_holds_what(plan.config, plan.predicted)
-            for part in (tables.what_will_run(plan), holdings, tables.levels(plan)):
+            there = [host_memory(plan.host_needs)] if plan.host_needs else []
+            for part in (tables.what_will_run(plan), holdings, *there, tables.levels(plan)):
                 self._console.print(part, "")
         self._pace = _Pace(plan.config.num_steps, *results.loss_unit(plan))
         if self._console.is_terminal:
@@ -124,6 +126,7 @@ class _Pace:
             f"{count(report.tokens / self._step_seconds)} tokens/s",
             f"norm {report.grad_norm:.2f}" if not report.skipped else "skipped",
             f"lr {report.lr:.2g}",
+            *([split_text(report.split)] if report.split else []),
             f"{seconds(left)} left",
         ]
 

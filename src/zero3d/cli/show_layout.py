@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zero3d.cli import checks, reduce_table, train
+from zero3d.cli.offload_tables import offloads
 from zero3d.cli.options import AllowCode, AsJson, ConfigPath, Options, Settings
 from zero3d.cli.tables import KINDS, layout_of, part_of
 from zero3d.config import Config
@@ -102,7 +103,7 @@ def _without_weights(build: "Build", seed: int) -> "nn.Module":
 def as_event(config: Config, found: "Outline") -> dict[str, object]:
     """What programs read. blocks: the first and the last, or null; stages: the same of each of its stages;
     parameters: elements that the rank's part of the model has before ZeRO shards them, padding counted; keeps: after
-    that, as part [number, of so many]."""
+    that, as part [number, of so many], and bytes on the device; away: bytes elsewhere, with offload."""
     layout = layout_of(config)
     held = [found.held(pp) for pp in range(layout.pp)]
     states = [checks.predicted(config, mine) for mine in held]
@@ -124,6 +125,7 @@ def as_event(config: Config, found: "Outline") -> dict[str, object]:
                     for kind in KINDS
                     for held_bytes in [getattr(mine, kind)]
                 },
+                **({"away": {"host_bytes": mine.host, "disk_bytes": mine.disk}} if offloads(config) else {}),
             }
         )
     return {"ranks": ranks, "tensors": {info.name: _tensor(info, found) for info in found.infos}}

@@ -8,6 +8,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from zero3d.cli.offload_tables import by_place, home_of, offloads, places, what_is_offloaded
 from zero3d.cli.plain_table import PlainTable
 from zero3d.cli.style import count, size
 from zero3d.config import Config
@@ -64,6 +65,7 @@ def _sentences(plan: "Plan") -> dict[str, str]:
         + ("overlapping backward" if zero.overlap else "not overlapped")
         + (f", sharded {_in_groups(config)}" if zero.replicas > 1 else "")
         + (f", recompute {config.recompute.mode}" if config.recompute.mode != "none" else ""),
+        "offload": what_is_offloaded(config),
         "dtypes": _dtypes(plan),
         "note": plan.notice,
         "files": f"{config.run.out}/",
@@ -150,25 +152,31 @@ def _dtypes(plan: "Plan") -> str:
 
 
 def who_holds_what(config: Config, predicted: Sequence[Sequence[ModelStates]]) -> PlainTable:
-    """Per rank: which part of each kind of model state, and its bytes. Parts are of what tp and pp have left the rank.
+    """Per rank: which part of each kind of model state, and its bytes on the device, or its home where that has all of
+    it. Parts are of what tp and pp have left the rank.
 
     predicted: for each pp index the model states at levels 0 to 3
     """
     layout = layout_of(config)
     kinds = ["weights", "gradients", "optimizer state"]
-    places = [axis for axis in AXES if layout.world > layout.dp and getattr(layout, axis) > 1]
-    drop = ["model states", *kinds[:2]]
-    title = "Who holds what" + (" of the model's part that its rank has" if places else "")
-    table = PlainTable(title, ["rank", *places], [*kinds, "model states"], drop=drop)
+    axes = [axis for axis in AXES if layout.world > layout.dp and getattr(layout, axis) > 1]
+    where = places(config)
+    drop = [*kinds[:2]] if offloads(config) else [*where, *kinds[:2]]
+    title = "Who holds what" + (" of the model's part that its rank has" if axes else "")
+    title += ", with bytes on the device" if offloads(config) else ""
+    table = PlainTable(title, ["rank", *axes], [*kinds, *where], drop=drop)
     for rank in range(layout.world if layout.world <= MOST_RANKS else MOST_RANKS - 2):
         place = layout.place(rank)
         whole, mine = predicted[place.pp][0], predicted[place.pp][config.zero.level]
-        held = [(getattr(mine, kind), getattr(whole, kind)) for kind in KINDS]
-        cells = [f"{_part(*part_of(config, place, *bytes_of))}  {size(bytes_of[0]):>7}" for bytes_of in held]
-        table.add_row(f"{rank}", *(f"{getattr(place, axis)}" for axis in places), *cells, size(mine.total))
+        cells = []
+        for kind in KINDS:
+            held = getattr(mine, kind)
+            told = size(held) if held or not offloads(config) else home_of(config, kind)
+            cells.append(f"{_part(*part_of(config, place, held, getattr(whole, kind)))}  {told:>7}")
+        table.add_row(f"{rank}", *(f"{getattr(place, axis)}" for axis in axes), *cells, *by_place(config, mine))
     if layout.world > MOST_RANKS:
         last = predicted[layout.pp - 1][config.zero.level]
-        table.add_row(f".. {layout.world - 1}", *[".."] * len(places), *["and so on"] * 3, size(last.total))
+        table.add_row(f".. {layout.world - 1}", *[".."] * len(axes), *["and so on"] * 3, *by_place(config, last))
     return table
 
 
@@ -188,22 +196,25 @@ def levels(plan: "Plan") -> PlainTable:
     pp = max(range(len(plan.predicted)), key=lambda pp: plan.predicted[pp][plan.config.zero.level].total)
     who = "per rank" if len(plan.predicted) == 1 else f"of ranks at pp {pp}, which hold most,"
     predicted = plan.predicted[pp]
+    totals = places(plan.config) if offloads(plan.config) else ["total"]
     table = PlainTable(
         f"Predicted model states {who} at each ZeRO level, {axes_text(plan.config)}{groups}",
         ["level", "shards"],
-        ["weights", "gradients", "optimizer", "total"],
+        ["weights", "gradients", "optimizer", *totals],
         [BAR],
         drop=[BAR, "shards", "gradients", "optimizer", "weights"],
     )
-    most = max(states.total for states in predicted)
+    # What is offloaded frees the device, whose share the bars are of.
+    most = max(states.device for states in predicted)
     for level, states in zip(LEVELS, predicted, strict=True):
         chosen = level == plan.config.zero.level
-        numbers = [states.weights, states.gradients, states.optimizer, states.total]
+        numbers = [states.weights, states.gradients, states.optimizer]
         table.add_row(
             f"{'▸' if chosen else ' '} {level}",
             SHARDED[level],
             *map(size, numbers),
-            bar(states.total / most, LEVEL_BAR),
+            *by_place(plan.config, states),
+            bar(states.device / most if most else 0, LEVEL_BAR),
             style="bold green" if chosen else None,
         )
     return table

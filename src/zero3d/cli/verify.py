@@ -99,8 +99,7 @@ def _tell(found: "Comparison", config: Config, world: int, *, as_json: bool) -> 
     out.mkdir(parents=True, exist_ok=True)
     text = "".join(f"{as_line(event)}\n" for event in events(found))
     (out / RECORD).write_text(text, encoding="utf-8")
-    axes = axes_text(config.resolved(world, native_bf16=False))
-    layout = f"{axes}, ZeRO level {config.zero.level}"
+    layout = layout_text(config, world)
     console = Console()
     if not console.is_terminal:
         console.width = train.FILE_WIDTH
@@ -110,6 +109,19 @@ def _tell(found: "Comparison", config: Config, world: int, *, as_json: bool) -> 
     console.print(table(found, layout))
     for line in sentences(found, layout):
         console.print(line, highlight=False, markup=False, emoji=False)
+
+
+def layout_text(config: Config, world: int) -> str:
+    """Such as `dp 2, ZeRO level 2, optimizer on the host`."""
+    axes, offload = axes_text(config.resolved(world, native_bf16=False)), config.offload
+    parts = [axes, f"ZeRO level {config.zero.level}"]
+    if offload.optimizer != "device":
+        parts.append(f"optimizer on {'the host' if offload.optimizer == 'host' else 'disk'}")
+    if offload.parameters == "host":
+        parts.append("weights on the host")
+    if offload.delayed_update:
+        parts.append(f"updates delayed after {offload.delayed_update}")
+    return ", ".join(parts)
 
 
 def events(found: "Comparison") -> list[dict[str, object]]:

@@ -6,14 +6,20 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
-from threading import get_ident
+from threading import current_thread
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zero3d.contracts import Watcher
+from zero3d.unwatched import UNWATCHED
+
 Job = Callable[[], Any]
+
+THREAD = "zero3d queue "
+"""How the names of the queues' threads begin."""
 
 
 class Ticket:
@@ -34,27 +40,32 @@ class Ticket:
 
 
 class Queue:
-    """Jobs in order. `busy`: seconds its jobs took, `waited`: seconds its maker's thread waited for them; both since
-    `take_seconds`."""
+    """Jobs in order. `watcher`: who is told of them from now on."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
         self.device = device
+        self.watcher: Watcher = UNWATCHED
         self._busy = self._waited = 0.0
-        self._maker = get_ident()
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix=f"zero3d {name}")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix=f"{THREAD}{name}", initializer=self._begin)
 
-    def put(self, job: Job) -> Ticket:
-        """`job` runs once those before it have, and what the caller's stream was given until now."""
+    def announce(self, what: str) -> AbstractContextManager[None]:
+        """For `put`, where a job is put later than in the step that it is of."""
+        return self.watcher.queueing(self.name, what)
+
+    def put(self, job: Job, what: str, announced: AbstractContextManager[None] | None = None) -> Ticket:
+        """`job` runs once those before it have, and what the caller's stream was given until now. `what`: its bucket's
+        label."""
+        watched = self.announce(what) if announced is None else announced
         ready = None
         if self._stream is not None:
-            ready = torch.cuda.Event()
+            ready = torch.cuda.Event(blocking=True)
             ready.record(torch.cuda.current_stream(self.device))
-        return Ticket(self, self._threads.submit(self._run, job, ready))
+        return Ticket(self, self._threads.submit(self._run, job, ready, watched))
 
     def take_seconds(self) -> tuple[float, float]:
-        """(busy, waited) since it was asked last."""
+        """(that its jobs took, that the rank waited for them) since it was asked last."""
         found = self._busy, self._waited
         self._busy = self._waited = 0.0
         return found
@@ -66,22 +77,28 @@ class Queue:
     def waited_for(self, future: "Future[Any]") -> None:
         began = perf_counter()
         future.exception()
-        if get_ident() == self._maker:
+        # A GPU's backward runs in a thread of autograd's; that a job waits for another's is no standing still.
+        if not current_thread().name.startswith(THREAD):
             self._waited += perf_counter() - began
 
+    def _begin(self) -> None:
+        """The device and the stream are the thread's for good: each would begin with the first GPU."""
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)
+
     @torch.no_grad()
-    def _run(self, job: Job, ready: Any) -> Any:
+    def _run(self, job: Job, ready: Any, watched: AbstractContextManager[None]) -> Any:
+        if ready is not None:
+            ready.synchronize()  # What is waited for here is the device's own work, none of the job's.
         began = perf_counter()
         try:
+            with watched:
+                job()
             if self._stream is None:
-                job()
                 return None
-            with torch.cuda.stream(self._stream):
-                self._stream.wait_event(ready)
-                job()
-                done = torch.cuda.Event()
-                done.record(self._stream)
-                return done
+            done = torch.cuda.Event()
+            done.record(self._stream)
+            return done
         finally:
             self._busy += perf_counter() - began
 
@@ -89,7 +106,10 @@ class Queue:
 def settled(device: torch.device) -> None:
     """What this thread's stream was given is done: the host may read what it copied there."""
     if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+        # An event of this kind lets the thread sleep, and leaves its core to the update.
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(device))
+        event.synchronize()
 
 
 class Staging:

@@ -32,6 +32,9 @@ ASIDE = 512
 places of a page wait for each other. Worth some 4 % of a step."""
 
 
+Make = Callable[[Tensor, str], Tensor]
+
+
 @dataclass(frozen=True, eq=False)
 class _Task:
     """Part of one tensor. All tensors but `step`: [n], of the same elements."""
@@ -45,14 +48,48 @@ class _Task:
     out: Tensor | None
 
 
+class Workers:
+    """Threads, and their scratch memory, for as many optimizers as there are: one of them steps at a time.
+
+    `threads` work at once, the calling one included. Where torch's own kernels use several threads each, those count:
+    then there are fewer threads of ours, but at least one.
+    """
+
+    def __init__(self, threads: int) -> None:
+        assert threads > 0
+        self.num_inner = torch.get_num_threads()
+        self._num = max(1, threads // self.num_inner)
+        self._scratch: list[Tensor] = []
+        self._pool = ThreadPoolExecutor(self._num, thread_name_prefix="zero3d update")
+
+    def run(self, work: Callable[[Tensor], None], num_tasks: int) -> None:
+        """`work(scratch)` on as many threads as there are tasks for. Raises what it raised, once all have stopped."""
+        num = max(1, min(self._num, num_tasks))
+        while len(self._scratch) < num:
+            self._scratch.append(torch.zeros(CHUNK * self.num_inner + ASIDE)[ASIDE:])
+        others = [self._pool.submit(work, scratch) for scratch in self._scratch[1:num]]
+        try:
+            work(self._scratch[0])
+        finally:
+            wait(others)
+        for other in others:
+            other.result()
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        for scratch in self._scratch:
+            yield "buffers", scratch
+
+    def close(self) -> None:
+        """The threads end."""
+        self._pool.shutdown()
+
+
 class HostAdamW:
     """torch.optim.Adam or AdamW on tensors in host memory, in cache-sized chunks, by several threads.
 
     The optimizer keeps what is its own: settings are read from its groups, and state is where its own step would put
-    it. `tensors`: the order in which `step` gets gradients, where it is not that of the optimizer's groups.
-
-    `threads` work at once, the calling one included. Where torch's own kernels use several threads each, those count:
-    then there are fewer threads of ours, but at least one.
+    it. `tensors`: the order in which `step` gets gradients, where it is not that of the optimizer's groups. `make`:
+    gives the zeros that the moment of that key of a tensor begins with, in its shape.
     """
 
     @staticmethod
@@ -68,21 +105,21 @@ class HostAdamW:
         known = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
         return known and not hooked and all(_is_plain(group) for group in optimizer.param_groups)
 
-    def __init__(self, optimizer: torch.optim.Optimizer, threads: int, tensors: Sequence[Tensor] | None = None) -> None:
-        assert threads > 0 and self.takes(optimizer)
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        workers: Workers,
+        tensors: Sequence[Tensor] | None = None,
+        make: Make | None = None,
+    ) -> None:
+        assert self.takes(optimizer)
         self._optimizer = optimizer
         groups = enumerate(optimizer.param_groups)
         group_of = {id(tensor): number for number, group in groups for tensor in group["params"]}
         self._tensors = list(_of_groups(optimizer) if tensors is None else tensors)
         self._group_of = [group_of[id(tensor)] for tensor in self._tensors]
-        self._num_inner = torch.get_num_threads()
-        # No more than there is work for: an object that has little to update holds little.
-        sizes = [tensor.numel() for tensor in self._tensors]
-        num_tasks = sum(-(-size // (TASK * self._num_inner)) for size in sizes)
-        num_workers = max(1, min(threads // self._num_inner, num_tasks))
-        chunk = min(CHUNK * self._num_inner, -(-max(sizes, default=0) // 64) * 64)
-        self._scratch = [torch.zeros(chunk + ASIDE)[ASIDE:] for _ in range(num_workers)]
-        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="host-adamw")
+        self._workers = workers
+        self._make = make or _zeros
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor | None], scale: float, out: Sequence[Tensor | None]) -> None:
@@ -109,27 +146,12 @@ class HostAdamW:
                         tasks.clear()
                         raise
 
-        others = [self._pool.submit(work, scratch) for scratch in self._scratch[1 : len(tasks)]]
-        try:
-            work(self._scratch[0])
-        finally:
-            wait(others)
-        for other in others:
-            other.result()
-
-    def held(self) -> Iterator[tuple[str, Tensor]]:
-        """What it holds beside the optimizer's state."""
-        for scratch in self._scratch:
-            yield "buffers", scratch
-
-    def close(self) -> None:
-        """Its threads end; there is no further step."""
-        self._pool.shutdown()
+        self._workers.run(work, len(tasks))
 
     def _tasks(self, gradients: Sequence[Tensor | None], out: Sequence[Tensor | None]) -> Iterator[_Task]:
         """Parts of all tensors that have a gradient. Their step counters advance."""
         updates = [_update_of(group) for group in self._optimizer.param_groups]
-        size = TASK * self._num_inner
+        size = TASK * self._workers.num_inner
         for tensor, number, gradient, target in zip(self._tensors, self._group_of, gradients, out, strict=True):
             if gradient is None:
                 continue
@@ -145,7 +167,7 @@ class HostAdamW:
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = fresh(tensor.numel(), tensor.dtype, tensor.device).view_as(tensor)
+                state[name] = self._make(tensor, name)
         return state
 
 
@@ -199,3 +221,7 @@ def _is_plain(group: Mapping[str, Any]) -> bool:
 
 def _of_groups(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     return (tensor for group in optimizer.param_groups for tensor in group["params"])
+
+
+def _zeros(tensor: Tensor, key: str) -> Tensor:
+    return fresh(tensor.numel(), tensor.dtype, tensor.device).view_as(tensor)

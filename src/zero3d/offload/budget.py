@@ -8,7 +8,8 @@ number of moments, L the largest shard and B the two largest together:
     moments     4 M n           4 M B, and 4 M n on disk
     gradients   g n             g n                         twice where the update is delayed
     weights     w n             w n                         with offload.parameters = "host" alone
-    staging     2 (d + w) L     2 (d + w) L                 two buffers a direction; pinned on a GPU machine
+    staging     2 (d + w) L     2 (d + w) L                 two buffers a direction; pinned on a GPU machine; 2 d L
+                                                            with offload.parameters = "host"
 
 >>> fp16 = HostWidths(gradient=2)
 >>> one = need([(1000, fp16), (3000, fp16)])
@@ -106,6 +107,8 @@ def need(
     shards = list(shards)
     master = [MASTER * elements for elements, _ in shards]
     moments = [MOMENT * widths.moments * elements for elements, widths in shards]
+    # Weights that live on the host go up from where they are.
+    up = [widths.weight * elements for elements, widths in shards if parameters == "device"]
     weights = [
         widths.weight * elements
         for elements, widths in shards
@@ -117,8 +120,7 @@ def need(
         moments=_two_largest(moments) if on_disk else sum(moments),
         gradients=(2 if delayed else 1) * sum(widths.gradient * elements for elements, widths in shards),
         weights=sum(weights) + other_weights,
-        staging=2 * max((widths.down * elements for elements, widths in shards), default=0)
-        + 2 * max((widths.weight * elements for elements, widths in shards), default=0),
+        staging=2 * max((widths.down * elements for elements, widths in shards), default=0) + 2 * max(up, default=0),
         disk=sum(master) + sum(moments) if on_disk else 0,
         pins=pins,
     )

@@ -21,6 +21,10 @@ from zero3d.offload.memory import HOST, Memory
 from zero3d.offload.queues import Queues
 from zero3d.zero.shard import Shard
 
+UNDER_WAY = 64
+"""Gradients on their way of which none has been waited for. Sums that the device keeps anyway need no room made, and
+without an end to it these would be remembered for ever."""
+
 
 @dataclass(eq=False, kw_only=True)
 class HostShard(Shard):
@@ -72,7 +76,7 @@ class HostHome:
         weights_here: bool,
     ) -> None:
         """`delays`: an update goes on while the next gradients come; `weights_here`: the model's weights are on the
-        host too, and fp32 ones are their own master weights."""
+        host too, and fp32 ones are their own master weights where no update runs while they are used."""
         self._weights_here = weights_here
         self._queues = queues
         self._staging = staging
@@ -83,7 +87,8 @@ class HostHome:
 
     def shard(self, bucket: Bucket, span: slice, initial: Tensor, weights: Tensor, held: torch.dtype) -> HostShard:
         numel = initial.numel()
-        same = self._weights_here and weights.dtype == torch.float32 and self._memory.kind == "host"
+        in_place = self._memory.kind == "host" and not self._delays  # A late update runs while the weights are used.
+        same = self._weights_here and weights.dtype == torch.float32 and in_place
         return HostShard(
             bucket=bucket,
             span=span,
@@ -119,7 +124,9 @@ class HostHome:
             if final:
                 shard.norms = group_norms(into)
 
-        self._coming.append(self._queues.down.put(bring))
+        if len(self._coming) == UNDER_WAY:
+            self._coming.popleft().wait()
+        self._coming.append(self._queues.down.put(bring, shard.bucket.label))
         return self._coming[-1]
 
     def norms(self, shard: Shard) -> Tensor:

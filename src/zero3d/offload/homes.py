@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from zero3d.comm.bucket import Bucket
+from zero3d.comm.done import DONE
 from zero3d.comm.mesh import Mesh
 from zero3d.comm.streams import Staging
 from zero3d.comm.texts import everyones_text
 from zero3d.config import Config
-from zero3d.contracts import Axis, Home, Pending, Store
+from zero3d.contracts import Axis, Home, Pending, Replica, Store, Watcher
 from zero3d.errors import OutOfSpaceError, UsageError, Zero3dError
 from zero3d.mapped import kept_copy
 from zero3d.offload import budget, machine
+from zero3d.offload.adamw import Workers
 from zero3d.offload.disk import StateFiles
 from zero3d.offload.home import HostHome
 from zero3d.offload.memory import HOST, FileMemory, HostMemory, Memory
@@ -30,17 +32,20 @@ from zero3d.optim.probe import state_per_element
 from zero3d.optim.sharded import ShardedOptimizer
 from zero3d.precision import Dtypes
 from zero3d.zero.beside import Beside
-from zero3d.zero.shard import Shard
 
 
 class OnDevice(Beside):
     """The homes of a run without offload."""
 
     notice = ""
+    machines: Sequence[budget.MachineNeed] = ()
     kinds: tuple[str, ...] = ()
 
-    def optimizer(self, assignment: Assignment, shards: Sequence[Shard], axis: Axis) -> ShardedOptimizer:
-        return ShardedOptimizer(assignment, shards, axis)
+    def optimizer(self, assignment: Assignment, replica: Replica, axis: Axis) -> ShardedOptimizer:
+        return ShardedOptimizer(assignment, replica.shards, axis)
+
+    def watch(self, watcher: Watcher) -> None:
+        return None
 
     def take_seconds(self) -> Seconds | None:
         return None
@@ -63,8 +68,11 @@ class HostStore:
     def keep(self, first: Tensor, dtype: torch.dtype) -> Tensor:
         return kept_copy(first.to(HOST), dtype)
 
-    def lift(self, part: Tensor, out: Tensor) -> Pending:
-        return self._queues.up.put(lambda: out.copy_(part, non_blocking=True))
+    def lift(self, part: Tensor, out: Tensor, label: str) -> Pending:
+        if self._queues.closed:
+            out.copy_(part)
+            return DONE
+        return self._queues.up.put(lambda: out.copy_(part, non_blocking=True), label)
 
 
 class Offloaded:
@@ -82,10 +90,11 @@ class Offloaded:
         self._weights_here = self._options.parameters == "host"
         self.store: Store | None = HostStore(self._queues) if self._weights_here else None
         self.notice = ""
+        self.machines: Sequence[budget.MachineNeed] = ()
         self._away: frozenset[Bucket] = frozenset()
         self._home: HostHome | None = None
         self._memory: Memory = HostMemory()
-        self._threads = 1
+        self._workers = Workers(1)
         self._up = self._down = Staging(0, mesh.device)
 
     def plan(self, buckets: Sequence[Bucket], axis: Axis, whole: bool) -> None:
@@ -117,19 +126,23 @@ class Offloaded:
     def of(self, bucket: Bucket) -> Home | None:
         return self._home if bucket in self._away else None
 
-    def optimizer(self, assignment: Assignment, shards: Sequence[Shard], axis: Axis) -> OffloadedOptimizer:
+    def optimizer(self, assignment: Assignment, replica: Replica, axis: Axis) -> OffloadedOptimizer:
         return OffloadedOptimizer(
             assignment,
-            shards,
+            replica.by_use,
             axis,
             queues=self._queues,
             staging=self._up,
             memory=self._memory,
             device=self._mesh.device,
-            threads=self._threads,
+            workers=self._workers,
             delay=self._options.delayed_update,
             weights_here=self._weights_here,
         )
+
+    def watch(self, watcher: Watcher) -> None:
+        """From now on it is told of all that the queues do."""
+        self._queues.watch(watcher)
 
     def take_seconds(self) -> Seconds:
         return self._queues.take_seconds()
@@ -138,9 +151,11 @@ class Offloaded:
         for staging in (self._down, self._up):
             for buffer in staging.buffers:
                 yield "staging", buffer
+        yield from self._workers.held()
 
     def close(self) -> None:
         self._queues.close()
+        self._workers.close()
         self._memory.close()
 
     def _compute(self, bucket: Bucket) -> torch.dtype:
@@ -150,7 +165,8 @@ class Offloaded:
     def _widths(self, bucket: Bucket, ranks: int, whole: bool) -> budget.HostWidths:
         compute = self._compute(bucket)
         held, wire = self._dtypes.held(compute), self._dtypes.wire(compute)
-        same = self._weights_here and compute == torch.float32 and self._options.optimizer == "host"
+        in_place = self._options.optimizer == "host" and not self._options.delayed_update
+        same = self._weights_here and compute == torch.float32 and in_place
         return budget.HostWidths(
             weight=compute.itemsize,
             gradient=held.itemsize,
@@ -195,7 +211,7 @@ class Offloaded:
         by_machine: dict[str, dict[int, Any]] = {}
         for rank, one in enumerate(told):
             by_machine.setdefault(one["machine"], {})[rank] = one
-        texts = []
+        machines = []
         for ranks in by_machine.values():
             needs = {rank: budget.HostNeed(**one["need"]) for rank, one in ranks.items()}
             free = [one["free"] for one in ranks.values() if one["free"]]
@@ -204,10 +220,13 @@ class Offloaded:
             for rank, one in ranks.items():
                 if one["own"]:
                     budget.check({rank: needs[rank]}, *one["own"])
-            texts.append(budget.report(needs, *(min(free) if free else ())))
+            available, limit_name = min(free) if free else (None, "")
+            machines.append(budget.MachineNeed(needs=needs, available=available, limit_name=limit_name))
+        self.machines = tuple(machines)
+        texts = [budget.report(one.needs, one.available, one.limit_name) for one in machines]
         self.notice = "; ".join(dict.fromkeys(texts))
         ranks_here = len(by_machine[socket.gethostname()])
-        self._threads = _threads(self._options.threads, ranks_here)
+        self._workers = Workers(_threads(self._options.threads, ranks_here))
         self._memory = HostMemory()
         if self._options.optimizer == "disk":
             # Ranks of a machine usually share the disk.
@@ -220,11 +239,12 @@ class Offloaded:
         try:
             found = FileMemory(StateFiles(Path(self._options.folder or "."), self._mesh.rank, needed))
         except Zero3dError as error:
-            problem = json.dumps([isinstance(error, OutOfSpaceError), f"rank {self._mesh.rank}: {error}", error.hint])
+            message = f"rank {self._mesh.rank}: {error.message}"
+            problem = json.dumps([isinstance(error, OutOfSpaceError), message, error.where, error.hint])
         told = [text for text in self._everyones(problem, "whether there is room on disk") if text]
         if told:
-            full, message, hint = json.loads(told[0])
-            raise (OutOfSpaceError if full else UsageError)(message, hint=hint)
+            full, message, where, hint = json.loads(told[0])
+            raise (OutOfSpaceError if full else UsageError)(message, where=where, hint=hint)
         assert found is not None
         return found
 

@@ -1,13 +1,15 @@
 """A torch optimizer over tensors on the host."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from zero3d.offload.adamw import HostAdamW
+from zero3d.offload.adamw import HostAdamW, Workers
 from zero3d.optim.inner import Inner
 from zero3d.optim.rule import Rule
+
+Place = Callable[[int, str, torch.dtype], Tensor]
 
 
 class HostInner(Inner):
@@ -16,10 +18,18 @@ class HostInner(Inner):
     torch's Adam and AdamW run in chunks, in one pass over memory; any other optimizer as it is.
     """
 
-    def __init__(self, rule: Rule, named: Sequence[tuple[str, Tensor]], threads: int) -> None:
+    def __init__(self, rule: Rule, named: Sequence[tuple[str, Tensor]], workers: Workers, make: Place) -> None:
+        """make: gives the memory of state `key`, of a dtype, of the tensor at an index"""
         super().__init__(rule, named)
+        place = {id(tensor): index for index, tensor in enumerate(self._tensors)}
+
+        def made(tensor: Tensor, key: str) -> Tensor:
+            value = make(place[id(tensor)], key, tensor.dtype)
+            self._kept.add(value.data_ptr())
+            return value
+
         chunked = HostAdamW.takes(self._optimizer)
-        self._chunked = HostAdamW(self._optimizer, threads, self._tensors) if chunked else None
+        self._chunked = HostAdamW(self._optimizer, workers, self._tensors, made) if chunked else None
         self._kept: set[int] = set()
 
     def step_into(
@@ -47,10 +57,6 @@ class HostInner(Inner):
     def replace_state(self, index: int, key: str, value: Tensor) -> None:
         self._kept.add(value.data_ptr())
         self._optimizer.state[self._tensors[index]][key] = value
-
-    def close(self) -> None:
-        if self._chunked is not None:
-            self._chunked.close()
 
 
 def _widened(gradient: Tensor, scale: float | None) -> Tensor:

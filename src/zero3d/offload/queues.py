@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from zero3d.comm.streams import Queue
+from zero3d.contracts import Watcher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,12 @@ class Queues:
 
     def __init__(self, device: torch.device) -> None:
         self.down, self.update, self.up = (Queue(name, device) for name in ("down", "update", "up"))
+        self.closed = False
+
+    def watch(self, watcher: Watcher) -> None:
+        """From now on it is told of all jobs."""
+        for queue in (self.down, self.update, self.up):
+            queue.watcher = watcher
 
     def take_seconds(self) -> Seconds:
         """Since it was asked last."""
@@ -43,3 +50,4 @@ class Queues:
     def close(self) -> None:
         for queue in (self.down, self.update, self.up):
             queue.close()
+        self.closed = True

@@ -6,7 +6,8 @@ delayed   step k: | forward, backward -> down | up: what the update of step k - 
                   | update of step k - 1 ...  |
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from zero3d.comm.bucket import Piece
 from zero3d.comm.done import DONE
 from zero3d.comm.streams import Staging, Ticket, settled
 from zero3d.contracts import Axis, Pending
+from zero3d.offload.adamw import Workers
 from zero3d.offload.home import HostShard
 from zero3d.offload.inner import HostInner
 from zero3d.offload.memory import HOST, Memory
@@ -27,9 +29,10 @@ from zero3d.zero.shard import Shard
 
 
 class Update:
-    """A `Pending`: a shard's update, and that its weights are up."""
+    """A `Pending`: a shard's update, and that its weights are up. `lifting`: what is to be round the latter."""
 
-    def __init__(self) -> None:
+    def __init__(self, lifting: AbstractContextManager[None]) -> None:
+        self.lifting = lifting
         self.job: Pending = DONE
         self.up: Pending = DONE
 
@@ -39,16 +42,35 @@ class Update:
 
 
 class HostPieces:
-    """The pieces of one shard, by rule."""
+    """The pieces of one shard, by rule, and the state of all of them: one tensor for each key."""
 
-    def __init__(self, assignment: Assignment, shard: HostShard, threads: int) -> None:
-        self._parts = [
-            (
-                [piece for _, piece in pieces],
-                HostInner(rule, [(piece.name, shard.master[piece.start : piece.stop]) for _, piece in pieces], threads),
-            )
-            for rule, pieces in by_rule(assignment, [shard]).items()
-        ]
+    def __init__(self, assignment: Assignment, shard: HostShard, workers: Workers, memory: Memory) -> None:
+        self._shard = shard
+        self._memory = memory
+        self.states: dict[str, Tensor] = {}
+        self._parts: list[tuple[list[Piece], HostInner]] = []
+        for rule, found in by_rule(assignment, [shard]).items():
+            pieces = [piece for _, piece in found]
+            named = [(piece.name, shard.master[piece.start : piece.stop]) for piece in pieces]
+            self._parts.append((pieces, HostInner(rule, named, workers, partial(self._state, pieces))))
+
+    def keep(self) -> None:
+        """What an optimizer made as state by itself is kept with the master weights from now on."""
+        for pieces, inner in self._parts:
+            for index, piece in enumerate(pieces):
+                for key, value in inner.fresh_state(index):
+                    if value.numel() == piece.stop - piece.start:
+                        kept = self._state(pieces, index, key, value.dtype).view(value.shape).copy_(value)
+                    else:
+                        kept = self._memory.keep(f"{self._shard.bucket.label} {piece.name} {key}", value)
+                    inner.replace_state(index, key, kept)
+
+    def _state(self, pieces: Sequence[Piece], index: int, key: str, dtype: torch.dtype) -> Tensor:
+        """Of one piece [n], zeros at first."""
+        if key not in self.states:
+            label = f"{self._shard.bucket.label} {key}"
+            self.states[key] = self._memory.zeros(label, self._shard.master.numel(), dtype)
+        return self.states[key][pieces[index].start : pieces[index].stop]
 
     def step(self, gradient: Tensor, out: Tensor | None, lr: float, scale: float, unused: frozenset[str]) -> None:
         for pieces, inner in self._parts:
@@ -67,14 +89,11 @@ class HostPieces:
             for index, piece in enumerate(pieces):
                 yield piece, inner, index
 
-    def close(self) -> None:
-        for _, inner in self._parts:
-            inner.close()
-
 
 class OffloadedOptimizer:
     """The `Optimizer` of shards on the host, and of those on the device beside them.
 
+    shards: in the order in which a forward wants their weights, which is that of the updates
     delay: the update of step k is begun when step k + 1 has its gradients, from this many updates on; 0: never
     weights_here: the weights that the model computes with are on the host as well: an update writes them there
     """
@@ -89,15 +108,14 @@ class OffloadedOptimizer:
         staging: Staging,
         memory: Memory,
         device: torch.device,
-        threads: int,
+        workers: Workers,
         delay: int,
         weights_here: bool,
     ) -> None:
         self._away = [shard for shard in shards if isinstance(shard, HostShard)]
         self._near = [shard for shard in shards if not isinstance(shard, HostShard)]
         self._beside = ShardedOptimizer(assignment, self._near, axis)
-        self._pieces = {shard: HostPieces(assignment, shard, threads) for shard in self._away}
-        self._states: dict[HostShard, dict[str, Tensor]] = {shard: {} for shard in self._away}
+        self._pieces = {shard: HostPieces(assignment, shard, workers, memory) for shard in self._away}
         self._queues = queues
         self._staging = staging
         self._memory = memory
@@ -107,12 +125,18 @@ class OffloadedOptimizer:
         self._updates = 0
         self._late: dict[HostShard, Pending] = {}
         self._unused: frozenset[str] = frozenset()
+        self._before_update: Callable[[Shard], None] = _nothing
         self._peak = self.learning_rate = assignment.learning_rate
 
     def leave(self, unused: frozenset[str]) -> None:
         """The next step has no gradient for these parameters."""
         self._unused = unused
         self._beside.leave(unused)
+
+    def ask_before_update(self, call: Callable[[Shard], None]) -> None:
+        """`call` comes, on the queue of updates, before a shard's master weights and state change."""
+        self._before_update = call
+        self._beside.ask_before_update(call)
 
     def step(self, shards: Iterable[Shard], lr: float, scale: float) -> Iterable[Shard]:
         """Shards on the host come back at once, to be waited for (`Shard.updated`) by those who use them."""
@@ -125,9 +149,10 @@ class OffloadedOptimizer:
         self._late = {}
         ahead = [*self._away[1:], None]
         for shard, after in zip(self._away, ahead):
-            before, update = shard.updated, Update()
+            before, label = shard.updated, shard.bucket.label
+            update = Update(self._queues.up.announce(label))
             job = partial(self._update, update, before, shard, shard.gradient, after, lr, scale, self._unused, delays)
-            update.job = shard.updating = self._queues.update.put(job)
+            update.job = shard.updating = self._queues.update.put(job, label)
             if delays:
                 self._late[shard] = update.job
             else:
@@ -152,8 +177,26 @@ class OffloadedOptimizer:
                 if piece.name in states:
                     own = {key: _to_host(cut(value, piece)) for key, value in states[piece.name].items()}
                     inner.set_state(index, own)
-            self._keep(shard)
+            self._pieces[shard].keep()
         self._beside.set_states(states)
+
+    @property
+    def updates_whole(self) -> Mapping[str, bool]:
+        return self._beside.updates_whole
+
+    def set_state_of(self, shard: Shard, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """The inverse of `state_of`."""
+        shard.settle()
+        if not isinstance(shard, HostShard):
+            self._beside.set_state_of(shard, states)
+            return
+        for piece, inner, index in self._pieces[shard].each():
+            if piece.name in states:
+                inner.set_state(index, {key: _to_host(value) for key, value in states[piece.name].items()})
+        self._pieces[shard].keep()
+
+    def set_whole_state(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        self._beside.set_whole_state(states)
 
     def fetch(self) -> None:
         self._beside.fetch()
@@ -166,12 +209,6 @@ class OffloadedOptimizer:
                     if isinstance(value, Tensor):
                         yield (self._memory.kind if value.dim() else "buffers"), value
         yield from self._beside.held()
-
-    def close(self) -> None:
-        """Waits for what is under way."""
-        for shard in self._away:
-            shard.settle()
-            self._pieces[shard].close()
 
     def _update(
         self,
@@ -187,6 +224,7 @@ class OffloadedOptimizer:
     ) -> None:
         """On the update queue."""
         before.wait()  # Its weights may still be on their way up.
+        self._before_update(shard)
         if after is not None:
             self._memory.ahead(self._kept(after))
         pieces = self._pieces[shard]
@@ -196,14 +234,18 @@ class OffloadedOptimizer:
             pieces.step(gradient, None if shard.weights is shard.master else shard.weights, lr, scale, unused)
         else:
             lent = self._staging.take(shard.weights.numel(), shard.weights.dtype)
-            pieces.step(gradient, lent.tensor, lr, scale, unused)
+            try:
+                pieces.step(gradient, lent.tensor, lr, scale, unused)
+            except BaseException:
+                lent.give()  # The updates behind would wait for it without end.
+                raise
 
             def lift() -> None:
                 with lent as new:
                     self._lift(new, shard)
 
-            update.up = self._queues.up.put(lift)
-        self._keep(shard)
+            update.up = self._queues.up.put(lift, shard.bucket.label, update.lifting)
+        pieces.keep()
         self._memory.behind(self._kept(shard))
 
     def _bring_up(self, shard: HostShard, made: Pending) -> Ticket:
@@ -219,34 +261,19 @@ class OffloadedOptimizer:
                 new.copy_(shard.master)
                 self._lift(new, shard)
 
-        return self._queues.up.put(lift)
+        return self._queues.up.put(lift, shard.bucket.label)
 
     def _lift(self, new: Tensor, shard: HostShard) -> None:
         shard.weights.copy_(new, non_blocking=True)
         settled(self._device)
 
-    def _keep(self, shard: HostShard) -> None:
-        """What the optimizer made as state is kept with the master weights from now on: of a shard's pieces in one
-        tensor for each key."""
-        for piece, inner, index in self._pieces[shard].each():
-            for key, value in inner.fresh_state(index):
-                span = slice(piece.start, piece.stop)
-                if value.numel() == piece.stop - piece.start:
-                    kept = self._state_like(shard, key, value)[span].view(value.shape).copy_(value)
-                else:
-                    kept = self._memory.keep(f"{shard.bucket.label} {piece.name} {key}", value)
-                inner.replace_state(index, key, kept)
-
-    def _state_like(self, shard: HostShard, key: str, value: Tensor) -> Tensor:
-        """The state `key` of a shard [n], zeros at first."""
-        states = self._states[shard]
-        if key not in states:
-            states[key] = self._memory.zeros(f"{shard.bucket.label} {key}", shard.master.numel(), value.dtype)
-        return states[key]
-
     def _kept(self, shard: HostShard) -> list[Tensor]:
-        return [shard.master, *self._states[shard].values()]
+        return [shard.master, *self._pieces[shard].states.values()]
 
 
 def _to_host(value: Any) -> Any:
     return value.to(HOST) if isinstance(value, Tensor) else value
+
+
+def _nothing(shard: Shard) -> None:
+    return None

@@ -1,8 +1,8 @@
 """A trace in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open. Pure.
 
-A process is a rank. Its first thread has steps, actions, the update and, within them, waits; then each axis has a
-thread of calls, and further ones where several are under way at a time, as slices of one thread must not overlap.
-Arrows lead from sends to what receives them.
+A process is a rank. Its first thread has steps, actions, the update and, within them, waits; of a run with offload each
+queue has a thread of jobs; then each axis has a thread of calls, and further ones where several are under way at a
+time, as slices of one thread must not overlap. Arrows lead from sends to what receives them.
 """
 
 import json
@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from zero3d.layout import AXES
-from zero3d.trace.span import Span, Trace
+from zero3d.trace.span import QUEUES, Span, Trace
 
 Event = dict[str, object]
 
@@ -73,7 +73,10 @@ def _named(what: str, process: int, thread: int, name: str, place: int) -> Itera
 
 
 def _threads(spans: Sequence[Span]) -> Iterator[tuple[str, list[Span]]]:
-    yield "actions", _outer_first(span for span in spans if span.sort != "call")
+    yield "actions", _outer_first(span for span in spans if span.sort not in ("call", "job"))
+    for queue in QUEUES:
+        if jobs := _outer_first(span for span in spans if span.queue == queue):
+            yield queue, jobs
     for axis in AXES:
         rows: list[list[Span]] = []
         for span in _outer_first(span for span in spans if span.sort == "call" and span.axis == axis):

@@ -1,11 +1,11 @@
 """Keeps what a rank does, and when.
 
-Times are the host's. On a GPU the host runs ahead of the device: it waits for the device wherever an action, an update
-or a wait begins and ends, so that these are the device's times, and the traced steps are slower than others.
+Times are the host's. On a GPU the host runs ahead of the device: it waits for its stream wherever an action, an update,
+a wait or a job begins and ends, so that these are the device's times, and the traced steps are slower than others.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -24,10 +24,11 @@ SEND = "send"
 
 
 class Recorder:
-    """A `Watcher` that keeps what it is told within `step`, as spans by this process' clock."""
+    """A `Watcher` that keeps what it is told within `step`, as spans by this process' clock. Jobs are kept as they end,
+    each on its queue's thread, some after their step."""
 
     def __init__(self, device: torch.device) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[Span] = []  # Threads may append at a time: that is one operation.
         self._device = device
         self._step = 0
 
@@ -66,6 +67,9 @@ class Recorder:
 
         return watched
 
+    def queueing(self, queue: str, what: str) -> AbstractContextManager[None]:
+        return self._job(queue, what, self._step) if self._step else nullcontext()
+
     def waited(self, call: tuple[str, str, int, float], facts: Facts, began: float) -> None:
         """A wait has ended that began then. call: (axis, verb, step, when it was issued)"""
         axis, verb, step, issued = call
@@ -76,9 +80,9 @@ class Recorder:
             self._add("wait", f"wait for {verb}", self._step, began, ended, axis, facts)
 
     def now(self) -> float:
-        """When all is done that this rank was asked for."""
+        """When all is done that this thread's stream was given."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()
         return perf_counter()
 
     @contextmanager
@@ -87,6 +91,12 @@ class Recorder:
         yield
         if self._step:
             self._add(sort, what, self._step, began, self.now(), "", facts)
+
+    @contextmanager
+    def _job(self, queue: str, what: str, step: int) -> Iterator[None]:
+        began = self.now()
+        yield
+        self.spans.append(Span(what=what, sort="job", step=step, start=began, end=self.now(), queue=queue))
 
     def _add(self, sort: Sort, what: str, step: int, start: float, end: float, axis: str, facts: Facts) -> None:
         self.spans.append(Span(what=what, sort=sort, step=step, start=start, end=end, axis=axis, facts=facts))

@@ -7,7 +7,9 @@ from typing import Literal
 from zero3d.layout import Layout
 from zero3d.pipeline.action import Action, Kind
 
-Sort = Literal["step", "action", "part", "wait", "call"]
+Sort = Literal["step", "action", "part", "wait", "call", "job"]
+QUEUES = ("down", "update", "up")
+"""Of offload, in the order in which a bucket goes through them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,8 +17,9 @@ class Span:
     """Something that a rank did, or had under way, from `start` to `end`, in seconds.
 
     sort: an action of the schedule, another part of the step, or all of it; a call on an axis from its issue to the
-    end of its wait (a send: the issue alone), or that wait, which is time of the actions. step: counted from 1; a
-    call's is the one that issued it. axis: of calls and waits. facts: what else is known.
+    end of its wait (a send: the issue alone), or that wait, which is time of the actions; a job of a queue, on its own
+    thread. step: counted from 1; of a call and a job the one that issued it. axis: of calls and waits. queue: of jobs.
+    facts: what else is known.
     """
 
     what: str
@@ -25,6 +28,7 @@ class Span:
     start: float
     end: float
     axis: str = ""
+    queue: str = ""
     facts: Mapping[str, str | int] = field(default_factory=dict)
 
     @property
