@@ -1,10 +1,12 @@
 """Engine: a model, a loss and an optimizer that train as a configuration says."""
 
 import time
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,15 +18,21 @@ from torch import Tensor, nn
 from zero3d import census
 from zero3d.access import Access, Index
 from zero3d.assemble import Parts, assemble
+from zero3d.checkpoint.load import Loaded, load
+from zero3d.checkpoint.manifest import What
+from zero3d.checkpoint.saves import Saves
 from zero3d.comm.diverged import diverged
 from zero3d.comm.mesh import open_mesh, ranks_started
+from zero3d.comm.texts import everyones_numbers
 from zero3d.config import Config
 from zero3d.contracts import Batch, Loss, ModelSource, OptimizerChoice, Watcher
 from zero3d.editing import edit, training_flags
-from zero3d.errors import ConfigError, NonFiniteError, UsageError
+from zero3d.errors import ConfigError, UsageError
 from zero3d.layout import Layout
+from zero3d.modes import in_mode
 from zero3d.offload.budget import MachineNeed
 from zero3d.optim.learning_rate import factor
+from zero3d.optim.unheard import refuse_unheard
 from zero3d.params import ParamInfo
 from zero3d.pipeline.calling import Call, split
 from zero3d.pipeline.cut import Stages
@@ -38,7 +46,7 @@ from zero3d.tensor.loss import whole_logits
 from zero3d.trace.collect import collect
 from zero3d.trace.span import Span, Trace
 from zero3d.unwatched import UNWATCHED
-from zero3d.watch import first_non_finite
+from zero3d.watch import non_finite
 
 MOST_SKIPS = 10
 """fp16: so many steps in a row without finite gradients are no matter of the loss scale any more."""
@@ -71,7 +79,7 @@ class Engine:
         call: Call | None = None,
     ) -> None:
         given = Config.load(config if config is not None else {})
-        _refuse_unheard(given, optimizer)
+        refuse_unheard(given, optimizer)
         own_batches = "global_batch" not in given.data.model_fields_set
         self.config = given.resolved(ranks_started(), native_bf16(), own_batches=own_batches)
         parallel = self.config.parallel
@@ -83,6 +91,7 @@ class Engine:
             assemble, loss=loss, optimizer=optimizer, config=self.config, mesh=self._mesh, call=call
         )
         self._last: Done | None = None
+        self._saves = Saves(self._mesh)
         self._take(self._assemble(model))
         self._steps = 0
         self._updates = 0
@@ -148,6 +157,7 @@ class Engine:
                 "a step needs gradients, and they are switched off here",
                 hint="Leave `with engine.gathered():` or `torch.no_grad()` first.",
             )
+        self._saves.poll()
         self._mesh.enter_step(self._steps + 1)
         self._mesh.watch(watcher)
         self._parts.homes.watch(watcher)
@@ -187,7 +197,7 @@ class Engine:
         pipeline stages as plain dicts, lists and tuples of tensors)"""
         micro_batches = self._turns(batch)
         found: list[Any] | None = [] if outputs else None
-        with self._evaluating():
+        with in_mode(self.model, train=False):
             totals = evaluate_step(self._parts, micro_batches, found)
             output = self._parts.pipeline.output([whole_logits(one) for one in found]) if found is not None else None
         self._sample = next(iter(own(micro_batches)), None) if self._sample is None else self._sample
@@ -204,8 +214,51 @@ class Engine:
 
         To be read: `UsageError` on leaving if a parameter was written to. With `write` it is kept, as rank 0 wrote it,
         and leaving is collective too. (What is written through `.data` nobody sees.)"""
-        with self._access.gathered(write=write), self._evaluating(), torch.no_grad():
+        if write:
+            self._saves.wait()
+        with self._access.gathered(write=write), in_mode(self.model, train=False), torch.no_grad():
             yield self.model
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        what: What = "all",
+        extra: Mapping[str, Any] | None = None,
+        background: bool = False,
+    ) -> Path:
+        """Saves a checkpoint of the steps made so far in `folder`, which all ranks reach. -> its own folder there.
+        Collective.
+
+        what: "all"; "weights" and buffers alone; what is "trainable", its optimizer state, and buffers. extra: what
+        else `load` is to give back, of JSON's types. background: files are written while training goes on, and the
+        checkpoint is whole after one of the next steps, the next save or `finish_saving`, which raise what went wrong.
+        Raises `UsageError`, `OutOfSpaceError` or `DivergedError` on all ranks; what was saved before is unharmed."""
+        self._refuse_closed()
+        self._parts.replica.publish(self._parts.optimizer.flush())
+        kept = {"updates": self._updates, "own": dict(extra or {})}
+        config = self.config.model_dump(mode="json")
+        return self._saves.begin(
+            self._parts, folder, background, step=self._steps, extra=kept, config=config, what=what
+        )
+
+    def finish_saving(self) -> None:
+        """Waits for a save in the background. Collective."""
+        self._saves.wait()
+
+    def load(self, folder: str | Path, *, allow_missing: bool = False) -> Loaded:
+        """Weights, optimizer state, buffers, loss scale and steps become those of the newest whole checkpoint in
+        `folder`, or of the one that it is, whatever layout saved it. Collective.
+
+        allow_missing: what the checkpoint lacks stays as it is. Raises `DataError` where there is no whole checkpoint,
+        `UsageError`, with nothing written, where it is another model's."""
+        self._refuse_closed()
+        self._saves.wait()
+        loaded = load(self._parts, self._mesh, folder, allow_missing=allow_missing)
+        self._steps, self._updates = loaded.step, int(loaded.extra.get("updates", loaded.step))
+        self._parts.optimizer.go_on_from(self._updates)
+        self._last = None
+        return replace(loaded, extra=loaded.extra.get("own", {}))
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole tensors under the user's own names, ties and persistent buffers too, in the dtypes that the model
@@ -217,6 +270,7 @@ class Engine:
         optimizer's state stays. -> names missing in `state`, and names the model lacks. Collective.
 
         Raises `UsageError`, with nothing written, for other shapes, and if `strict` for other names."""
+        self._saves.wait()
         return self._access.load(state, strict=strict)
 
     def grad_of(self, name: str, part: Index = None) -> Tensor:
@@ -234,6 +288,7 @@ class Engine:
     def set_weight(self, name: str, value: Tensor, part: Index = None) -> None:
         """Parameter `name`, or a `part` of it, becomes rank 0's `value`, of exactly that shape: master weights and what
         the model computes with; its optimizer state stays. Collective."""
+        self._saves.wait()
         self._access.set_weight(name, value, part)
 
     def edit(self, change: Callable[[nn.Module], Any]) -> None:
@@ -249,6 +304,7 @@ class Engine:
                 "engine.edit, and with it freezing and unfreezing, is not there for a model in stages",
                 hint="Make the change before the engine is made, or use parallel.pp = 1.",
             )
+        self._saves.wait()
         self._access.close()
         self._closed = True
         self._take(edit(self._parts, self._mesh.sharding, change, self._assemble))
@@ -266,15 +322,15 @@ class Engine:
     def held_bytes(self) -> dict[str, list[int]]:
         """kind -> bytes on each rank. Activations: of one micro-batch, after its forward. Collective."""
         mine = census.held(self._parts)
-        with self._evaluating(train=True):
+        with in_mode(self.model, train=True):
             mine["activations"] = census.activations(self._parts, self._sample)
-        return self._everyones(mine)
+        return everyones_numbers(mine, self._mesh.everyone, self.device, "report")
 
     def sent_bytes(self) -> dict[str, list[int]]:
         """axis -> bytes that each rank sent in steps, the mean per step; evaluation does not count. Collective."""
         steps = max(self._steps, 1)
         mine = {name: self._sent[name] // steps for name, axis in self._mesh.axes.items() if axis.size > 1}
-        return self._everyones(mine)
+        return everyones_numbers(mine, self._mesh.everyone, self.device, "report")
 
     def trace(self, spans: Sequence[Span]) -> Trace:
         """What all ranks recorded of their steps, by one clock. On every rank. Collective."""
@@ -285,6 +341,8 @@ class Engine:
         """Ends the engine's training: all hooks leave the model. Not collective, so weights stay where they are: whole
         and plain at levels 0 to 2; released at level 3, to be read as before. Ranks stay together until their
         processes end."""
+        if self._saves.pending and not self._closed:
+            warnings.warn("the last save is not whole: call engine.finish_saving() before engine.close()", stacklevel=2)
         self._closed = True
         self._access.close(in_parts=self._mesh.model.size > 1)
         self._parts.close()
@@ -296,6 +354,7 @@ class Engine:
         self._access = Access(
             parts.model, parts.infos, parts.replica, axes, parts.tensor, parts.pipeline.placed, parts.optimizer.fetch
         )
+        parts.optimizer.ask_before_update(self._saves.before_update)
         self._last = None
         self._parameters = [parts.model.get_parameter(info.name) for info in parts.infos]
         self.model: nn.Module = parts.model
@@ -329,48 +388,5 @@ class Engine:
             raise diverged(self._parts.axis, self.device, f"in step {self._steps + 1}")
         if done.totals.finite or (self._parts.scaler.enabled and self._parts.scaler.bad_steps < MOST_SKIPS):
             return
-        rows = first_non_finite(self._parts, micro_batches, self._steps)
-        skips = f" in {self._parts.scaler.bad_steps} steps in a row" if self._parts.scaler.enabled else ""
-        found = "; ".join(rows) or "every rank's own are, their sum is not"
-        raise NonFiniteError(
-            f"loss or gradients are not finite{skips} (step {self._steps}): {found}",
-            hint="The weights are those before this step. Look at that module's input, or lower the learning rate.",
-        )
-
-    @contextmanager
-    def _evaluating(self, *, train: bool = False) -> Iterator[None]:
-        """All modules in evaluation mode (or training mode), each as it was afterwards."""
-        flags = [(module, module.training) for module in self.model.modules()]
-        self.model.train(train)
-        try:
-            yield
-        finally:
-            for module, flag in flags:
-                module.training = flag
-
-    def _everyones(self, mine: Mapping[str, int]) -> dict[str, list[int]]:
-        everyone = self._mesh.everyone
-        numbers = torch.zeros(everyone.size, len(mine), dtype=torch.int64, device=self.device)
-        numbers[everyone.index] = torch.tensor(list(mine.values()), device=self.device)
-        everyone.all_reduce(numbers.view(-1), "report").wait()
-        return dict(zip(mine, numbers.t().tolist()))
-
-
-def _refuse_unheard(config: Config, optimizer: object) -> None:
-    """Settings that the user's own optimizer function would not hear of."""
-    choices = list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
-    for one in choices:
-        if one is not None and not isinstance(one, str) and not callable(one):
-            raise UsageError(
-                f"the optimizer is a {type(one).__name__}",
-                hint="Give a function of parameters, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1).",
-            )
-    if any(one is None or isinstance(one, str) for one in choices):
-        return
-    set_here = config.model_fields_set & {"optimizer"} and config.optimizer.model_fields_set
-    unheard = sorted(set_here & {"name", "lr", "betas", "eps", "weight_decay", "no_decay"}) if set_here else []
-    if unheard:
-        raise ConfigError(
-            f"optimizer.{unheard[0]} is set, and the optimizer is a function that makes its own settings",
-            hint="Set it in one place: in the function, or in the configuration with optimizer = None.",
-        )
+        skips = self._parts.scaler.bad_steps if self._parts.scaler.enabled else 0
+        raise non_finite(self._parts, micro_batches, self._steps, skips)

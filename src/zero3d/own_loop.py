@@ -34,6 +34,7 @@ from zero3d.editing import edit
 from zero3d.errors import ConfigError, NonFiniteError, UsageError
 from zero3d.initial import draw
 from zero3d.layout import Layout
+from zero3d.modes import in_mode
 from zero3d.optim.clip import clip
 from zero3d.optim.own import OwnOptimizers
 from zero3d.optim.tally import Part, Totals, agree
@@ -197,14 +198,8 @@ class Sharded:
     def gathered(self, *, write: bool = False) -> Iterator[nn.Module]:
         """The model as plain torch with whole weights and in evaluation mode, to be read; with `write` what rank 0
         writes is kept. Entering is collective, and leaving with `write`."""
-        flags = [(module, module.training) for module in self.model.modules()]
-        with self._parts.access.gathered(write=write), torch.no_grad():
-            self.model.eval()
-            try:
-                yield self.model
-            finally:
-                for module, flag in flags:
-                    module.training = flag
+        with self._parts.access.gathered(write=write), in_mode(self.model, train=False), torch.no_grad():
+            yield self.model
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole tensors under the model's own names, on every rank. Collective."""

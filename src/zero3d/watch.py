@@ -10,9 +10,20 @@ from torch import Tensor, nn
 from zero3d.assemble import Parts
 from zero3d.comm.texts import everyones_text
 from zero3d.contracts import Batch
+from zero3d.errors import NonFiniteError
 from zero3d.pipeline.runtime import run
 from zero3d.trees import tensors_in
 from zero3d.unwatched import UNWATCHED
+
+
+def non_finite(parts: Parts, micro_batches: Sequence[Batch], step: int, skips: int) -> NonFiniteError:
+    """What to raise. `skips`: steps in a row that were left out. Collective; weights stay as they are."""
+    found = "; ".join(first_non_finite(parts, micro_batches, step)) or "every rank's own are, their sum is not"
+    in_a_row = f" in {skips} steps in a row" if skips else ""
+    return NonFiniteError(
+        f"loss or gradients are not finite{in_a_row} (step {step}): {found}",
+        hint="The weights are those before this step. Look at that module's input, or lower the learning rate.",
+    )
 
 
 def first_non_finite(parts: Parts, micro_batches: Sequence[Batch], step: int) -> list[str]:

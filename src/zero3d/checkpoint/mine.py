@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,18 @@ from zero3d.checkpoint import folders
 from zero3d.checkpoint.manifest import Entry, File, Number, Piece, Slice, What
 from zero3d.checkpoint.slices import share
 from zero3d.checkpoint.state import Held, Holdings
-from zero3d.checkpoint.write import NAMES, Out, Plan, plan, write
+from zero3d.checkpoint.write import NAMES, Out, Plan, Source, as_it_is, plan, write
 from zero3d.errors import UsageError
+from zero3d.zero.shard import Shard
 
 
 class Mine:
     """What this rank writes: its plan, and its part of the manifest."""
 
-    def __init__(self, holdings: Holdings, what: What) -> None:
-        self._written = [(one, *_mine(one)) for one in _chosen(holdings, what)]
+    def __init__(self, holdings: Holdings, what: What, *, copies_buffers: bool = False) -> None:
+        """`copies_buffers`: they may change before they are written, with every forward."""
+        chosen = [_copied(one) if copies_buffers and one.kind == "buffer" else one for one in _chosen(holdings, what)]
+        self._written = [(one, *_mine(one)) for one in chosen]
         self._written = [one for one in self._written if one[1] < one[2]]
         self.plan: Plan = plan([_out(held, first, stop) for held, first, stop in self._written])
         self._numbers: dict[str, dict[str, Number]] = {}
@@ -28,11 +32,16 @@ class Mine:
             for name, key, value in holdings.numbers():
                 self._numbers.setdefault(name, {})[key] = _number(name, key, value)
 
-    def write(self, folder: Path, rank: int) -> str:
-        """-> what rank 0 must know of it."""
+    @property
+    def owners(self) -> dict[str, Shard | None]:
+        """Key -> whose update changes what is written under it."""
+        return {_key(held, first, stop): held.shard for held, first, stop in self._written}
+
+    def write(self, folder: Path, rank: int, source: Source = as_it_is) -> str:
+        """-> what rank 0 must know of it. source: gives what is written, when it is."""
         file: File | None = None
         if self._written:
-            file = write(self.plan, folder / f"rank-{rank:05d}.safetensors")
+            file = write(self.plan, folder / f"rank-{rank:05d}.safetensors", source)
             folders.sync(folder)
         return json.dumps(
             {
@@ -60,6 +69,10 @@ class Mine:
                 dim=held.dim,
                 parts=[Slice(ranges=ranges, padding=part.padding, pieces=[piece])],
             )
+
+
+def _copied(held: Held) -> Held:
+    return replace(held, tensor=held.tensor.clone())
 
 
 def _chosen(holdings: Holdings, what: What) -> Iterator[Held]:

@@ -11,20 +11,26 @@ Until the rename there is no checkpoint of that name, and whatever was saved bef
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any, get_args
 
 from zero3d.assemble import Parts
 from zero3d.checkpoint import folders
-from zero3d.checkpoint.manifest import MANIFEST, Sizes, What, dump
+from zero3d.checkpoint.manifest import MANIFEST, Scaling, Sizes, What, dump
 from zero3d.checkpoint.merge import merge
 from zero3d.checkpoint.mine import Mine
+from zero3d.checkpoint.snapshot import Snapshot
 from zero3d.checkpoint.state import Holdings
 from zero3d.checkpoint.together import Together
 from zero3d.comm.mesh import Mesh
 from zero3d.comm.roll import PATIENCE, call_roll
 from zero3d.errors import OutOfSpaceError, UsageError
+from zero3d.zero.shard import Shard
 
 ROOM = 1 << 20
 """Bytes that must be free besides what the files take."""
@@ -50,37 +56,101 @@ def save(
     within `patience` seconds, or ask for different things; `OutOfSpaceError`; `UsageError` for what cannot be saved or
     written. No checkpoint has come or changed then.
     """
-    call_roll("save", patience)
-    together = Together(mesh.everyone, mesh.device)
-    target = Path(folder) / folders.name_of(max(step, 0))
-    together.do("what to save", lambda: _refuse(step, what))
-    _refuse_differing(together.tell(json.dumps([str(folder), step, what]), "what to save"))
-    parts.replica.settle()
-    holdings = Holdings(parts, mesh)
-    mine = together.do("the plan of its file", lambda: Mine(holdings, what))
-    sizes = [int(text) for text in together.tell(str(mine.plan.size), "sizes of files")]
-    temporary = Path(together.from_first(str(folders.temporary(target)), "temporary name"))
-    try:
-        together.first("making room", lambda: _make_room(temporary, sum(sizes)))
-        described = together.do("writing its file", lambda: mine.write(temporary, mesh.rank))
-        everything = together.to_first(described, "lists of pieces")
+    saving = Saving(
+        parts, mesh, folder, step=step, extra=extra, config=config, what=what, patience=patience, background=False
+    )
+    return saving.finish()
 
-        def finish() -> None:
-            layout = Sizes(dp=mesh.layout.dp, tp=mesh.layout.tp, pp=mesh.layout.pp)
-            given = {"extra": extra or {}, "config": config or {}}
-            manifest = merge(holdings, layout, everything, step=step, what=what, **given)
-            for file in manifest.files:
-                folders.check_size(temporary / file.name, file.size)
-            _write_synced(temporary / MANIFEST, dump(manifest))
-            folders.sync(temporary)
-            folders.publish(temporary, target)
 
-        together.first("finishing the checkpoint", finish)
-    except BaseException:
-        if mesh.everyone.index == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return target
+class Saving:
+    """A save that has begun, with the same arguments; making it is collective. In the `background` a thread writes and
+    training goes on until `finish`; `before_update` keeps what is still to be read."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        mesh: Mesh,
+        folder: str | os.PathLike[str],
+        *,
+        step: int,
+        extra: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+        what: What = "all",
+        patience: float = PATIENCE,
+        background: bool = True,
+    ) -> None:
+        call_roll("save", patience)
+        self._together = together = Together(mesh.everyone, mesh.device)
+        self.target = Path(folder) / folders.name_of(max(step, 0))
+        together.do("what to save", lambda: _refuse(step, what))
+        _refuse_differing(together.tell(json.dumps([str(folder), step, what]), "what to save"))
+        parts.replica.settle()
+        holdings = Holdings(parts, mesh)
+        mine = together.do("the plan of its file", lambda: Mine(holdings, what, copies_buffers=background))
+        sizes = [int(text) for text in together.tell(str(mine.plan.size), "sizes of files")]
+        self._temporary = Path(together.from_first(str(folders.temporary(self.target)), "temporary name"))
+        self._merge = partial(
+            merge,
+            holdings,
+            Sizes(dp=mesh.layout.dp, tp=mesh.layout.tp, pp=mesh.layout.pp),
+            step=step,
+            what=what,
+            learning_rate=parts.optimizer.learning_rate,
+            scaler=Scaling(**parts.scaler.state()),
+            extra=extra or {},
+            config=config or {},
+        )
+        self._snapshot = Snapshot(mine.plan.outs, mine.owners)
+        self._write = partial(mine.write, self._temporary, mesh.rank, self._snapshot.source)
+        self._described: Future[str] = Future()
+        with self._or_nothing():
+            together.first("making room", lambda: _make_room(self._temporary, sum(sizes)))
+        if background:
+            Thread(target=self._run, name="zero3d save", daemon=True).start()
+        else:
+            self._run()
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank has nothing more to write, or could not."""
+        return self._described.done()
+
+    def before_update(self, shard: Shard) -> None:
+        """Returns when an update may change this shard."""
+        self._snapshot.before_update(shard)
+
+    def finish(self) -> Path:
+        """Waits for all ranks' files, and makes the checkpoint whole. Collective."""
+        with self._or_nothing():
+            described = self._together.do("writing its file", self._described.result)
+            everything = self._together.to_first(described, "lists of pieces")
+            self._together.first("finishing the checkpoint", lambda: self._publish(everything))
+        return self.target
+
+    def _publish(self, everything: list[str]) -> None:
+        manifest = self._merge(everything)
+        for file in manifest.files:
+            folders.check_size(self._temporary / file.name, file.size)
+        _write_synced(self._temporary / MANIFEST, dump(manifest))
+        folders.sync(self._temporary)
+        folders.publish(self._temporary, self.target)
+
+    def _run(self) -> None:
+        try:
+            self._described.set_result(self._write())
+        except BaseException as error:
+            self._described.set_exception(error)
+        finally:
+            self._snapshot.end()
+
+    @contextmanager
+    def _or_nothing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if self._together.index == 0:
+                shutil.rmtree(self._temporary, ignore_errors=True)
+            raise
 
 
 def _refuse(step: int, what: str) -> None:

@@ -47,7 +47,8 @@ class Alike:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Elements `span` of a tensor, flat in `tensor`. shape: of the whole tensor; dim: along which it is cut."""
+    """Elements `span` of a tensor, flat in `tensor`. shape: of the whole tensor; dim: along which it is cut; shard:
+    whose update changes them, if one does."""
 
     kind: Kind
     name: str
@@ -58,6 +59,7 @@ class Held:
     tensor: Tensor
     alike: Alike
     counts: bool
+    shard: Shard | None = None
 
 
 class Holdings:
@@ -164,4 +166,5 @@ class Holdings:
             tensor=values,
             alike=(self._all if everywhere else self._groups).times(over_tp),
             counts=self.parts.pipeline.placed.counts(piece.name),
+            shard=shard,
         )

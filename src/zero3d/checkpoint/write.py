@@ -11,7 +11,8 @@ import errno
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -107,7 +108,16 @@ def plan(outs: Sequence[Out]) -> Plan:
     )
 
 
-def write(planned: Plan, path: Path) -> File:
+Source = Callable[[Out], AbstractContextManager[Tensor]]
+"""Gives the elements of a tensor that is about to be written, flat, which stay as they are within."""
+
+
+@contextmanager
+def as_it_is(out: Out) -> Iterator[Tensor]:
+    yield out.tensor
+
+
+def write(planned: Plan, path: Path, source: Source = as_it_is) -> File:
     """Writes the file, which must not exist, and waits until it is on the disk.
 
     OutOfSpaceError: there is no room for it. OSError: it could not be written for another reason.
@@ -115,7 +125,7 @@ def write(planned: Plan, path: Path) -> File:
     checksums = Checksums()
     try:
         with open(path, "xb", buffering=BLOCK) as file:
-            for block in _blocks(planned):
+            for block in _blocks(planned, source):
                 checksums.add(block)
                 file.write(block)
             table = checksums.table()
@@ -134,9 +144,10 @@ def write(planned: Plan, path: Path) -> File:
     return File(name=path.name, size=planned.size, table=planned.table, checksum=zlib.crc32(table))
 
 
-def _blocks(planned: Plan) -> Iterator[memoryview]:
+def _blocks(planned: Plan, source: Source) -> Iterator[memoryview]:
     yield memoryview(planned.header)
     for out in planned.outs:
-        flat = out.tensor.detach().view(-1).view(torch.uint8)
-        for start in range(0, flat.numel(), BLOCK):
-            yield flat[start : start + BLOCK].cpu().numpy().data
+        with source(out) as tensor:
+            flat = tensor.detach().view(-1).view(torch.uint8)
+            for start in range(0, flat.numel(), BLOCK):
+                yield flat[start : start + BLOCK].cpu().numpy().data

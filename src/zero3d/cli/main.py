@@ -6,7 +6,7 @@ from typing import Annotated, cast
 
 import typer
 
-from zero3d.cli import show, train, verify
+from zero3d.cli import export, show, train, verify
 
 app = typer.Typer(
     name="zero3d",
@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 app.command("train")(train.command)
 app.command("verify")(verify.command)
+app.command("export")(export.command)
 app.add_typer(show.app, name="show")
 
 

@@ -1,8 +1,6 @@
 """`zero3d show WHAT`: things that a run is made of, as pictures and tables. Nothing here trains or loads torch."""
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -10,9 +8,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from zero3d.cli import show_layout
-from zero3d.cli.failure import as_known
+from zero3d.cli import show_checkpoint, show_layout
 from zero3d.cli.options import AsJson
+from zero3d.cli.reporting import reporting_errors
 from zero3d.errors import UsageError
 from zero3d.pipeline import legal, picture
 from zero3d.pipeline.action import Action, Kind, written
@@ -20,8 +18,9 @@ from zero3d.pipeline.schedules import own
 from zero3d.pipeline.schedules.registry import SCHEDULES, Named
 from zero3d.pipeline.simulate import Timeline, peak_live, simulate
 
-app = typer.Typer(help="Show who holds what, or a pipeline schedule.", no_args_is_help=True)
+app = typer.Typer(help="Show who holds what, a pipeline schedule, or what is in a checkpoint.", no_args_is_help=True)
 app.command("layout")(show_layout.command)
+app.command("checkpoint")(show_checkpoint.command)
 
 FILE_WIDTH = 120
 """Columns where the output is no terminal."""
@@ -32,7 +31,7 @@ NAMES = f"{', '.join(SCHEDULES)}, or a file of your own (*.txt)"
 
 @app.callback()
 def _what() -> None:
-    """Show who holds what, or a pipeline schedule."""
+    """Show who holds what, a pipeline schedule, or what is in a checkpoint."""
 
 
 @app.command("schedule")
@@ -64,7 +63,7 @@ def schedule(
         else:
             _show(chosen, actions, timeline, file)
 
-    raise typer.Exit(_reporting_errors(work, as_json=as_json))
+    raise typer.Exit(reporting_errors(work, as_json=as_json))
 
 
 def as_event(actions: list[list[Action]], timeline: Timeline) -> dict[str, object]:
@@ -141,16 +140,3 @@ def _style(cell: picture.Cell) -> str:
     if cell.kind is None:
         return "dim"
     return f"{'white' if cell.shade > 0.5 else 'black'} on {picture.colour(cell.kind, cell.shade)}"
-
-
-def _reporting_errors(work: Callable[[], None], *, as_json: bool) -> int:
-    """-> the exit code. An error is one short text on stderr and, with --json, a line on stdout."""
-    try:
-        work()
-    except (UsageError, OSError) as error:
-        known = as_known(error)
-        print(f"zero3d: {known}", file=sys.stderr)
-        if as_json:
-            print(json.dumps(known.as_event()))
-        return known.exit_code
-    return 0

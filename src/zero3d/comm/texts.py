@@ -1,4 +1,6 @@
-"""What ranks tell each other in words."""
+"""What ranks tell each other in words and numbers."""
+
+from collections.abc import Mapping
 
 import torch
 
@@ -18,3 +20,12 @@ def everyones_text(mine: str, axis: Axis, device: torch.device, label: str) -> l
     axis.all_gather(every, padded.to(device), label).wait()
     rows = every.view(axis.size, longest).cpu()
     return [bytes(row[:numel].tolist()).decode() for row, numel in zip(rows, lengths.tolist())]
+
+
+def everyones_numbers(mine: Mapping[str, int], axis: Axis, device: torch.device, label: str) -> dict[str, list[int]]:
+    """Of each name the numbers of all ranks of `axis`, by index. All have the same names, in the same order.
+    Collective."""
+    numbers = torch.zeros(axis.size, len(mine), dtype=torch.int64, device=device)
+    numbers[axis.index] = torch.tensor(list(mine.values()), device=device)
+    axis.all_reduce(numbers.view(-1), label).wait()
+    return dict(zip(mine, numbers.t().tolist()))

@@ -143,10 +143,7 @@ class OffloadedOptimizer:
         self.learning_rate = self._peak * lr
         delays = 0 < self._delay <= self._updates
         self._updates += 1
-        for shard, made in self._late.items():
-            shard.updated = self._bring_up(shard, made)
-            yield shard
-        self._late = {}
+        yield from self.flush()
         ahead = [*self._away[1:], None]
         for shard, after in zip(self._away, ahead):
             before, label = shard.updated, shard.bucket.label
@@ -197,6 +194,17 @@ class OffloadedOptimizer:
 
     def set_whole_state(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         self._beside.set_whole_state(states)
+
+    def flush(self) -> Iterable[Shard]:
+        """Late weights come up now: what the next step computes with is what the last update made."""
+        late, self._late = self._late, {}
+        for shard, made in late.items():
+            shard.updated = self._bring_up(shard, made)
+            yield shard
+
+    def go_on_from(self, updates: int) -> None:
+        """So many updates were made already, and none is late."""
+        self._updates, self._late = updates, {}
 
     def fetch(self) -> None:
         self._beside.fetch()

@@ -131,6 +131,13 @@ class ShardedOptimizer:
         """The inverse of `whole_state`, for all that this rank `updates_whole`."""
         self._whole.set_states(states)
 
+    def flush(self) -> Iterable[Shard]:
+        """Shards whose update was made, and whose weights were to follow later."""
+        return ()
+
+    def go_on_from(self, updates: int) -> None:
+        """So many updates were made already."""
+
     def fetch(self) -> None:
         """Master weights were written to: copies of them follow. Collective."""
         self._whole.fetch()

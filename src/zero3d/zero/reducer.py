@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.comm.bucket import Bucket
+from zero3d.comm.done import DONE
 from zero3d.comm.flat import Pool
 from zero3d.contracts import Axis, Pending
 from zero3d.errors import DivergedError
@@ -311,8 +312,11 @@ class Reducer:
     def _start(self, lane: Lane) -> None:
         while len(self._flying) >= (1 if lane.leaves else IN_FLIGHT):
             self._land_oldest()
-        self._flying.append((lane, lane.start(self._axis)))
+        pending = lane.start(self._axis)
+        self._flying.append((lane, pending))
         self._next += 1
+        if lane.leaves and pending is DONE:
+            self._land_oldest()  # What waits for nobody leaves at once: the next one's would be a third buffer.
 
     def _land_oldest(self) -> None:
         lane, pending = self._flying.popleft()

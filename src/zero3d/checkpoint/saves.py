@@ -1,0 +1,57 @@
+"""The saves of one engine: one at a time, in the background if asked.
+
+A save that was begun ends, on all ranks together, at the first step that finds it written everywhere, at the next save,
+or when somebody waits for it. What went wrong with it is raised there.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero3d.assemble import Parts
+from zero3d.checkpoint.save import Saving
+from zero3d.comm.mesh import Mesh
+from zero3d.zero.shard import Shard
+
+
+class Saves:
+    """All ranks make the same calls."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._saving: Saving | None = None
+
+    def begin(self, parts: Parts, folder: str | Path, background: bool, **what: Any) -> Path:
+        """Begins a save, of `save.Saving`'s arguments, once the one before has ended; waits for it unless it is in the
+        `background`. -> where it will be. Collective."""
+        self.wait()
+        self._saving = Saving(parts, self._mesh, folder, background=background, **what)
+        target = self._saving.target
+        if not background:
+            self.wait()
+        return target
+
+    def before_update(self, shard: Shard) -> None:
+        """Returns when an update may change this shard."""
+        if self._saving is not None:
+            self._saving.before_update(shard)
+
+    def poll(self) -> None:
+        """Ends a save that all ranks have written. Collective while there is one."""
+        if self._saving is None:
+            return
+        left = torch.tensor([int(not self._saving.written)], dtype=torch.int64, device=self._mesh.device)
+        self._mesh.everyone.all_reduce(left, "ranks that still write").wait()
+        if not int(left):
+            self.wait()
+
+    def wait(self) -> None:
+        """Ends the save that was begun, if there is one. Collective."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.finish()
+
+    @property
+    def pending(self) -> bool:
+        return self._saving is not None
