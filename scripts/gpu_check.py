@@ -9,7 +9,8 @@ until it no longer fits into a part of the device's memory, with and without off
 so that one that runs out of memory leaves nothing behind. A readable table goes to stderr; the last line of stdout is
 all of it as JSON. What the time did not suffice for is told under "not_reached".
 
-Peaks are torch.cuda.max_memory_allocated over the steps; on a CPU the sum of what the engine says it holds.
+Peaks are torch.cuda.max_memory_allocated over the steps; on a CPU model states and activations, as the engine
+counts them.
 """
 
 import argparse

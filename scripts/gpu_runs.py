@@ -16,7 +16,8 @@ from typing import Any
 from zero3d.config import Model, Offload
 from zero3d.planner.memory import ModelStates, Widths, states
 
-DEVICE_KINDS = ("weights", "gradients", "optimizer", "buffers", "activations")
+DEVICE_KINDS = ("weights", "gradients", "optimizer", "activations")
+"""Of what an engine holds, where a CPU takes a GPU's place. (Buffers there are the host's too.)"""
 WARM_UP = 2
 """Steps before the clock starts: buffers are made in the first, and the second ends what the first began."""
 START = 30.0

@@ -21,7 +21,8 @@ METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 TRACE = "trace.json"
 TIMELINE = "timeline.svg"
-KEPT = (METRICS, CONFIG, TRACE, TIMELINE)
+CHECKPOINTS = "checkpoints"
+KEPT = (METRICS, CONFIG, TRACE, TIMELINE, CHECKPOINTS)
 """What a second run in the same folder would write over."""
 
 
@@ -42,7 +43,8 @@ def step_event(report: "StepReport") -> dict[str, object]:
 
 def note_events(plan: "Plan") -> list[dict[str, object]]:
     """What a user should know of how the run is done, before the first step; with offload its host memory too."""
-    return [{"event": "note", "message": message} for message in (plan.notice, plan.host_memory) if message]
+    resumed = f"goes on from {plan.resumed}" if plan.resumed else ""
+    return [{"event": "note", "message": message} for message in (resumed, plan.notice, plan.host_memory) if message]
 
 
 def done_event(summary: "Summary") -> dict[str, object]:
@@ -56,7 +58,7 @@ def done_event(summary: "Summary") -> dict[str, object]:
         "held_bytes": summary.held_bytes,
         "sent_bytes": summary.sent_bytes,
         **_offload(summary.offload),
-        "checkpoint": None,
+        "checkpoint": None if summary.checkpoint is None else str(summary.checkpoint),
         "trace": None if summary.trace is None else str(summary.trace),
     }
 
@@ -83,6 +85,21 @@ def keep_earlier(folder: Path) -> list[str]:
     return [_numbered(path, number).name for path in there]
 
 
+def steps_before(metrics: Path, first_step: int) -> list[str]:
+    """The lines of a run up to the step from which it goes on; what came after is made again."""
+    if not first_step or not metrics.exists():
+        return []
+    found = []
+    for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            event = json.loads(line)
+        except ValueError:  # cut short by the end of that run
+            continue
+        if event.get("event") == "note" or event.get("step", first_step + 1) <= first_step:
+            found.append(line)
+    return found
+
+
 def _numbered(path: Path, number: int) -> Path:
     return path.with_name(f"{path.stem}-{number}{path.suffix}")
 
@@ -101,12 +118,15 @@ class RunFolder:
 
     def started(self, plan: "Plan") -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.kept = keep_earlier(self.folder)
+        before = steps_before(self.folder / METRICS, plan.first_step)
+        # What goes on from a checkpoint goes on in the same records.
+        self.kept = [] if plan.first_step else keep_earlier(self.folder)
         text = "# The configuration of this run with everything resolved; it can be trained again as it is.\n\n"
         (self.folder / CONFIG).write_text(text + plan.config.to_toml(), encoding="utf-8")
         self._every = plan.config.run.log_every
         # Line by line: what was measured is there however the run ends.
         self._metrics = open(self.folder / METRICS, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._metrics.writelines(before)
         for event in note_events(plan):
             self._metrics.write(as_line(event) + "\n")
 

@@ -14,17 +14,20 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from zero3d.checkpoint.load import Loaded
 from zero3d.config import Config
 from zero3d.data.batches import Batches, heldout_batches, num_windows
 from zero3d.data.byte_models import bits_per_byte
 from zero3d.data.prepare import Prepared
 from zero3d.data.tokenizers import BYTES, Tokenizer, tokenizer_for
 from zero3d.engine import Engine
+from zero3d.errors import UsageError
 from zero3d.models.gpt import generate
 from zero3d.offload.budget import MachineNeed
 from zero3d.planner import bubble
 from zero3d.planner.memory import ModelStates, at_each_level
 from zero3d.reports import StepReport
+from zero3d.resuming import Checkpoints
 from zero3d.tensor.loss import next_token_loss
 from zero3d.trace.tracer import Tracer
 
@@ -38,8 +41,9 @@ PROMPT_TOKENS, SAMPLE_TOKENS, TEMPERATURE = 64, 200, 0.7
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What will run, known before the first step. parameters, trainable: of the whole model; by index on pp:
-    predicted: model states of its ranks at levels 0 to 3; stages: the blocks of each of its stages. host_memory: what
-    offload takes of each machine, and the same as a text; empty without."""
+    predicted: model states of its ranks at levels 0 to 3; stages: the blocks of each of its stages. first_step: how
+    many were made before; resumed: from which checkpoint, and which ones could not be used. host_memory: what offload
+    takes of each machine, and the same as a text; empty without."""
 
     config: Config
     world: int
@@ -55,6 +59,8 @@ class Plan:
     documents: int
     vocabulary: int
     notice: str
+    first_step: int = 0
+    resumed: str = ""
     host_needs: Sequence[MachineNeed] = ()
     host_memory: str = ""
 
@@ -93,6 +99,7 @@ class Summary:
     prompt: str
     sample: str
     trace: Path | None
+    checkpoint: Path | None
 
 
 class Listener(Protocol):
@@ -119,15 +126,18 @@ def train(
     build: Callable[[], nn.Module],
     listeners: Sequence[Listener],
     traced_steps: int = 0,
+    resume: bool = False,
 ) -> Summary:
-    """Trains as `config` says, and traces so many steps. Every rank calls it; rank 0 tells the listeners and has the
-    sample."""
+    """Trains as `config` says, and traces so many steps; `resume`: from the newest checkpoint of run.out, where there
+    is one. Every rank calls it; rank 0 tells the listeners and has the sample."""
     # Every key as one that was set: the batches are ours, of the size that even a silent default says.
     whole = Config.load(config.model_dump())
     engine = Engine(build, next_token_loss, config.optimizer.name, whole)
     everyone = Everyone(listeners if engine.rank == 0 else ())
     try:
-        plan = _plan(engine, prepared)
+        checkpoints = Checkpoints(engine)
+        loaded = checkpoints.resume() if resume else None
+        plan = _plan(engine, prepared, loaded, resume=resume)
         everyone.started(plan)
         batches = Batches(
             prepared.train,
@@ -135,15 +145,17 @@ def train(
             plan.config.data.global_batch,
             plan.config.run.seed,
         )
-        tracer = Tracer(engine, Path(plan.config.run.out), traced_steps, plan.config.num_steps)
+        steps = range(plan.first_step, plan.config.num_steps)
+        tracer = Tracer(engine, Path(plan.config.run.out), traced_steps, steps)
         reports = []
-        for step in range(plan.config.num_steps):
+        for step in steps:
             batch = batches.batch(step, engine.dp_index, engine.dp_size)
             with tracer.step(step) as watcher:
                 report = engine.step(batch, watcher)
             reports.append(report)
             everyone.stepped(report)
-        summary = _look_back(engine, prepared, plan, reports, everyone, tracer.written)
+            checkpoints.stepped(step + 1, last=step + 1 == steps.stop)
+        summary = _look_back(engine, prepared, plan, reports, everyone, tracer.written, checkpoints.last)
         everyone.done(summary)
         return summary
     finally:
@@ -151,11 +163,17 @@ def train(
         engine.close()
 
 
-def _plan(engine: Engine, prepared: Prepared) -> Plan:
+def _plan(engine: Engine, prepared: Prepared, loaded: Loaded | None, *, resume: bool) -> Plan:
     config, infos = engine.config, engine.parameters
+    if loaded is not None and loaded.step >= config.num_steps:
+        raise UsageError(
+            f"{loaded.path} is of step {loaded.step}, and there are {config.num_steps} steps in all",
+            hint="Set run.steps (or run.stop_after) to more.",
+        )
     parameters = sum(info.numel for info in infos)
     trained = sum(info.numel for info in infos if info.trainable)
     stages, length = engine.stages, config.data.sequence_length
+    begins = f"There is no checkpoint in {config.run.out}: the run begins anew." if resume and loaded is None else ""
     return Plan(
         config=config,
         world=engine.world,
@@ -170,9 +188,19 @@ def _plan(engine: Engine, prepared: Prepared) -> Plan:
         heldout_windows=min(num_windows(prepared.heldout, length), max(HELDOUT_TOKENS // length, 1)),
         documents=prepared.documents,
         vocabulary=prepared.vocabulary,
-        notice=" ".join(filter(None, (engine.notice, bubble.notice(config)))),
+        notice=" ".join(filter(None, (begins, engine.notice, bubble.notice(config)))),
+        first_step=loaded.step if loaded else 0,
+        resumed=_resumed(loaded) if loaded else "",
         host_needs=engine.host_needs,
         host_memory=engine.host_memory,
+    )
+
+
+def _resumed(loaded: Loaded) -> str:
+    skipped = f"; not used: {'; '.join(loaded.skipped)}" if loaded.skipped else ""
+    return (
+        f"{loaded.path} (step {loaded.step:,}: {loaded.params} parameters, {loaded.moments} optimizer states, "
+        f"{loaded.buffers} buffers){skipped}"
     )
 
 
@@ -190,6 +218,7 @@ def _look_back(
     reports: Sequence[StepReport],
     everyone: "Everyone",
     trace: Path | None,
+    checkpoint: Path | None,
 ) -> Summary:
     """What was held and sent by the last step, and what was learned."""
     held, sent = engine.held_bytes(), engine.sent_bytes()
@@ -202,7 +231,7 @@ def _look_back(
     everyone.working_on("counting bytes")
     return Summary(
         plan=plan,
-        steps=len(reports),
+        steps=plan.first_step + len(reports),
         seconds=sum(one.seconds for one in reports),
         train_loss=train_loss,
         last_steps=len(last),
@@ -215,6 +244,7 @@ def _look_back(
         prompt=prompt,
         sample=sample,
         trace=trace,
+        checkpoint=checkpoint,
     )
 
 

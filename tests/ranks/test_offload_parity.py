@@ -33,11 +33,11 @@ pytestmark = pytest.mark.ranks
 
 
 def sample() -> list[Run]:
-    """Of each case a run at every number of ranks, and of the first case one for each home at every precision; which
-    ones takes turns, so that levels, precisions and homes all meet."""
+    """Of each case a run, and of the first one a run for each home and precision; which ones takes turns, so that
+    ranks, levels, homes, precisions and `zero.reduce` all come."""
     found: dict[Any, list[Run]] = defaultdict(list)
     for run in every_run():
-        found[run.case, run.world, *((run.home, run.precision) if run.case == "all" else ())].append(run)
+        found[run.case, *((run.home, run.precision) if run.case == "all" else ())].append(run)
     number = count()
     return [runs[7 * next(number) % len(runs)] for runs in found.values()]
 

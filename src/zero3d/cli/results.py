@@ -53,6 +53,13 @@ def what_was_traced(summary: "Summary") -> list[Text]:
     return [Text.assemble(("Trace ", "bold"), told), Text()]
 
 
+def what_was_saved(summary: "Summary") -> list[Text]:
+    """Where the last checkpoint is; nothing without one."""
+    if summary.checkpoint is None:
+        return []
+    return [Text.assemble(("Saved ", "bold"), f"{summary.checkpoint}"), Text()]
+
+
 def loss_unit(plan: "Plan") -> tuple[float, str]:
     """What a loss in nats is multiplied by to be shown, and the unit it has then; the same on all of the screen."""
     bits = plan.bits_per_nat

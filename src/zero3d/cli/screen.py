@@ -44,6 +44,8 @@ class Screen:
     def started(self, plan: "Plan") -> None:
         if self._folder.kept:
             self._print(Text(f"earlier records kept as {' and '.join(self._folder.kept)}"))
+        if plan.resumed:
+            self._print(Text(f"goes on from {plan.resumed}"))
         if not self._brief:
             holdings = tables.who_holds_what(plan.config, plan.predicted)
             there = [host_memory(plan.host_needs)] if plan.host_needs else []
@@ -87,7 +89,7 @@ class Screen:
         if self._brief:
             return
         self._console.print(results.how_it_went(summary, self._losses), "")
-        for line in results.what_was_traced(summary):
+        for line in (*results.what_was_saved(summary), *results.what_was_traced(summary)):
             self._print(line)
         for part in (
             results.what_was_learned(summary),

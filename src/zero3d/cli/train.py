@@ -23,7 +23,7 @@ from zero3d.cli.failure import Interrupted, as_known
 from zero3d.cli.options import AllowCode, AsJson, ConfigPath, Debug, Options, Ranks, Settings
 from zero3d.cli.rank import PARENT, STEP_FILE, TOKENS, StepFile, run_as_rank, started_as
 from zero3d.config import Config
-from zero3d.records import METRICS
+from zero3d.records import CHECKPOINTS, METRICS
 
 if TYPE_CHECKING:
     from zero3d.data.prepare import Prepared, Progress
@@ -47,6 +47,9 @@ def command(
     trace_steps: Annotated[
         int | None, typer.Option("--trace-steps", min=1, help="--trace of so many steps.", metavar="STEPS")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of run.out; without one, begin.")
+    ] = False,
     as_json: AsJson = False,
     allow_code: AllowCode = False,
     debug: Debug = False,
@@ -60,9 +63,9 @@ def command(
         json=as_json,
         debug=debug,
         allow_code=allow_code,
-        more=("--trace-steps", str(traced)) if traced else (),
+        more=(*(("--trace-steps", str(traced)) if traced else ()), *(("--resume",) if resume else ())),
     )
-    raise typer.Exit(run_verb(options, partial(_train_on_rank, traced)))
+    raise typer.Exit(run_verb(options, partial(_train_on_rank, traced, resume)))
 
 
 def run_verb(options: Options, on_rank: Callable[[Options, int, int], None]) -> int:
@@ -115,18 +118,21 @@ def _until_then(config: Config, step: int | None) -> str:
         return "interrupted before the first step was done"
     metrics = Path(config.run.out) / METRICS
     told = f"interrupted after step {step:,} of {config.num_steps:,}"
+    saved = [one.name for one in (metrics.parent / CHECKPOINTS).glob("step-*") if "." not in one.name]
+    if saved:
+        told += f"; --resume goes on from {max(saved)}"
     # With run.log_every there may be no line yet.
     return f"{told}; metrics are in {metrics}" if step >= config.run.log_every else told
 
 
-def _train_on_rank(traced: int, options: Options, rank: int, world: int) -> None:
+def _train_on_rank(traced: int, resume: bool, options: Options, rank: int, world: int) -> None:
     """In each process that `start` or torchrun started."""
     from zero3d import train
 
     config, prepared, build = read_on_rank(options, world)
     if PARENT not in os.environ:  # under torchrun, which was told how many
         options = replace(options, ranks=world)
-    train.train(config, prepared, build, _listeners(config, options) if rank == 0 else (), traced)
+    train.train(config, prepared, build, _listeners(config, options) if rank == 0 else (), traced, resume)
 
 
 def read_on_rank(options: Options, world: int) -> "tuple[Config, Prepared, Build]":

@@ -20,18 +20,18 @@ FIRST = 2
 
 
 class Tracer:
-    """Watches `num_traced` of `num_steps` steps, and writes trace.json and timeline.svg into `folder`.
+    """Watches `num_traced` of the `steps`, and writes trace.json and timeline.svg into `folder`.
 
     They are written after one step more, as the last traced one may have left calls under way for it to wait for.
     """
 
-    def __init__(self, engine: "Engine", folder: Path, num_traced: int, num_steps: int) -> None:
+    def __init__(self, engine: "Engine", folder: Path, num_traced: int, steps: range) -> None:
         self.written: Path | None = None
-        first = max(min(FIRST, num_steps - num_traced), 0)
+        first = steps.start + max(min(FIRST, len(steps) - num_traced), 0)
         self._engine = engine
         self._folder = folder
-        self._traced = range(first, min(first + num_traced, num_steps))
-        self._written_after = min(self._traced.stop, num_steps - 1)
+        self._traced = range(first, min(first + num_traced, steps.stop))
+        self._written_after = min(self._traced.stop, steps.stop - 1)
         self._recorder = Recorder(engine.device)
 
     @contextmanager

@@ -1,0 +1,65 @@
+"""A run's checkpoints: saved as `[checkpoint]` says, and where a run that ended goes on."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zero3d.checkpoint import folders
+from zero3d.checkpoint.load import Loaded
+from zero3d.engine import Engine
+from zero3d.errors import UsageError
+from zero3d.records import CHECKPOINTS
+
+MUST_STAY = {
+    "run": ("seed",),
+    "model": ("preset", "path", "width", "layers", "heads", "kv_heads", "mlp_width", "tied"),
+    "data": ("source", "tokenizer", "sequence_length", "global_batch"),
+}
+"""What a step's number stands for hangs on these: with others the same samples would come again, or never."""
+
+
+class Checkpoints:
+    """Those in the folder `checkpoints` of run.out. `last`: the newest that this run made whole, or is making."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.last: Path | None = None
+        self._engine = engine
+        self._options = engine.config.checkpoint
+        self._folder = Path(engine.config.run.out) / CHECKPOINTS
+
+    def resume(self) -> Loaded | None:
+        """Goes on from the newest whole one; None where there is none at all. Collective.
+
+        UsageError: it was made with another model, seed or data. DataError: none of those that are there is whole."""
+        if not self._folder.is_dir() or not folders.candidates(self._folder):
+            return None
+        loaded = self._engine.load(self._folder)
+        _refuse_other(loaded.config, self._engine.config.model_dump(mode="json"), loaded.path)
+        return loaded
+
+    def stepped(self, step: int, *, last: bool) -> None:
+        """After `step` steps; `last`: none follows. Collective."""
+        every = self._options.every
+        if not every or (step % every and not last):
+            return
+        self._tidy()  # The one before is whole by now, or becomes so.
+        self.last = self._engine.save(self._folder, background=self._options.background and not last)
+        if last:
+            self._tidy()
+
+    def _tidy(self) -> None:
+        self._engine.finish_saving()
+        if self.last is not None and self._engine.rank == 0:
+            folders.keep(self._folder, last=self._options.keep, every=self._options.keep_every)
+
+
+def _refuse_other(then: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
+    for section, keys in MUST_STAY.items():
+        for key in keys:
+            before, after = then.get(section, {}).get(key), now[section][key]
+            if before != after:
+                raise UsageError(
+                    f"{path.name} was made with {section}.{key} = {before!r}, and now it is {after!r}",
+                    where=f"{section}.{key}",
+                    hint="Set it back, or begin a run of its own: without --resume, or with another run.out.",
+                )
