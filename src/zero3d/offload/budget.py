@@ -120,10 +120,16 @@ def need(
         moments=_two_largest(moments) if on_disk else sum(moments),
         gradients=(2 if delayed else 1) * sum(widths.gradient * elements for elements, widths in shards),
         weights=sum(weights) + other_weights,
-        staging=2 * max((widths.down * elements for elements, widths in shards), default=0) + 2 * max(up, default=0),
+        staging=2 * _taken(max((widths.down * elements for elements, widths in shards), default=0), pins)
+        + 2 * _taken(max(up, default=0), pins),
         disk=sum(master) + sum(moments) if on_disk else 0,
         pins=pins,
     )
+
+
+def _taken(size: int, pins: bool) -> int:
+    """torch's allocator gives pinned memory in powers of two."""
+    return 1 << (size - 1).bit_length() if pins and size else size
 
 
 def _two_largest(sizes: Sequence[int]) -> int:
