@@ -15,10 +15,8 @@ from zero3d.contracts import Axis, Loss, ModelSource, OptimizerChoice
 from zero3d.initial import draw
 from zero3d.models.plans import tensor_plan
 from zero3d.notices import notices
-from zero3d.offload.homes import Offloaded, OnDevice, homes_for
-from zero3d.offload.update import OffloadedOptimizer
+from zero3d.offload.homes import AnyHomes, AnyOptimizer, homes_for
 from zero3d.optim.assignment import assign
-from zero3d.optim.sharded import ShardedOptimizer
 from zero3d.params import ParamInfo
 from zero3d.pipeline.action import Action
 from zero3d.pipeline.assembly import Pipeline
@@ -56,14 +54,15 @@ class Parts:
     speaks: bool
     shared: frozenset[str]
     sums: Sequence[Tied | Partial]
-    homes: OnDevice | Offloaded
-    optimizer: ShardedOptimizer | OffloadedOptimizer
+    homes: AnyHomes
+    optimizer: AnyOptimizer
     scaler: Scaler
     clip_norm: float
     notice: str
 
     def close(self) -> None:
         """Modules and gradients are the user's again; weights can still be gathered, read and written."""
+        self.replica.publish(self.optimizer.flush())
         for part in (self.replica, self.homes, self.pipeline, self.tensor, self.randomness, *self.recomputed):
             part.close()
 

@@ -215,7 +215,7 @@ class Engine:
         To be read: `UsageError` on leaving if a parameter was written to. With `write` it is kept, as rank 0 wrote it,
         and leaving is collective too. (What is written through `.data` nobody sees.)"""
         if write:
-            self._saves.wait()
+            self._be_up_to_date()
         with self._access.gathered(write=write), in_mode(self.model, train=False), torch.no_grad():
             yield self.model
 
@@ -235,7 +235,7 @@ class Engine:
         checkpoint is whole after one of the next steps, the next save or `finish_saving`, which raise what went wrong.
         Raises `UsageError`, `OutOfSpaceError` or `DivergedError` on all ranks; what was saved before is unharmed."""
         self._refuse_closed()
-        self._parts.replica.publish(self._parts.optimizer.flush())
+        self._be_up_to_date()
         kept = {"updates": self._updates, "own": dict(extra or {})}
         config = self.config.model_dump(mode="json")
         return self._saves.begin(
@@ -270,7 +270,7 @@ class Engine:
         optimizer's state stays. -> names missing in `state`, and names the model lacks. Collective.
 
         Raises `UsageError`, with nothing written, for other shapes, and if `strict` for other names."""
-        self._saves.wait()
+        self._be_up_to_date()
         return self._access.load(state, strict=strict)
 
     def grad_of(self, name: str, part: Index = None) -> Tensor:
@@ -288,7 +288,7 @@ class Engine:
     def set_weight(self, name: str, value: Tensor, part: Index = None) -> None:
         """Parameter `name`, or a `part` of it, becomes rank 0's `value`, of exactly that shape: master weights and what
         the model computes with; its optimizer state stays. Collective."""
-        self._saves.wait()
+        self._be_up_to_date()
         self._access.set_weight(name, value, part)
 
     def edit(self, change: Callable[[nn.Module], Any]) -> None:
@@ -338,9 +338,9 @@ class Engine:
         return collect(spans, self._mesh.layout, self._mesh.everyone, self.device)
 
     def close(self) -> None:
-        """Ends the engine's training: all hooks leave the model. Not collective, so weights stay where they are: whole
-        and plain at levels 0 to 2; released at level 3, to be read as before. Ranks stay together until their
-        processes end."""
+        """Ends the engine's training: all hooks leave the model. Not collective, unless updates are still on their way
+        from another home (`[offload]`), so weights stay where they are: whole and plain at levels 0 to 2; released at
+        level 3, to be read as before. Ranks stay together until their processes end."""
         if self._saves.pending and not self._closed:
             warnings.warn("the last save is not whole: call engine.finish_saving() before engine.close()", stacklevel=2)
         self._closed = True
@@ -358,6 +358,12 @@ class Engine:
         self._last = None
         self._parameters = [parts.model.get_parameter(info.name) for info in parts.infos]
         self.model: nn.Module = parts.model
+
+    def _be_up_to_date(self) -> None:
+        """No save reads any more, and no update is late: weights may be read to be kept, and written to. Collective."""
+        self._saves.wait()
+        if not self._closed:
+            self._parts.replica.publish(self._parts.optimizer.flush())
 
     def _refuse_closed(self) -> None:
         if self._closed:

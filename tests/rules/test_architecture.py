@@ -29,7 +29,7 @@ PURE = [
     *(name for name in NAMES if name.startswith(("pipeline/schedules/", "planner/"))),
     "offload/budget.py",
     "offload/machine.py",
-    *(f"checkpoint/{name}.py" for name in ("slices", "manifest", "chunks", "folders")),
+    *(f"checkpoint/{name}.py" for name in ("slices", "manifest", "chunks", "folders", "target")),
     *(f"trace/{name}.py" for name in ("span", "chrome", "timelines", "queue_rows", "picture")),
     "optim/clip.py",
     "optim/learning_rate.py",
@@ -101,8 +101,23 @@ ALLOWED = {
         "comm.texts",
         "contracts",
         "errors",
+        "models.weight_files",
         "params",
         "slicing",
+        "zero.shard",
+    ],
+    "offload": [
+        "offload",
+        *(f"comm.{name}" for name in ("bucket", "done", "mesh", "streams", "texts")),
+        "config",
+        "contracts",
+        "errors",
+        "exact",
+        "mapped",
+        "optim",
+        "precision",
+        "zero.beside",
+        "zero.replica",
         "zero.shard",
     ],
     "trace": [
@@ -221,6 +236,8 @@ def test_pure_parts_load_no_torch(name: str) -> None:
         "cli/verify.py",
         "cli/show.py",
         "cli/show_layout.py",
+        "cli/show_checkpoint.py",
+        "cli/export.py",
         "cli/checks.py",
     ],
 )
@@ -288,7 +305,9 @@ def test_files_are_short() -> None:
 def test_no_pickle() -> None:
     modules = ("pickle", "cPickle", "dill", "marshal", "shelve")
     assert not [name for name in NAMES if any(below(dotted, *modules) for dotted in imports(tree(name)))]
-    assert not [name for name in NAMES if {"torch.save", "torch.load"} & set(calls(name))]
+    # `zero3d export --format torch` is asked for by name; nothing reads such a file.
+    using = {name: {"torch.save", "torch.load"} & set(calls(name)) for name in NAMES}
+    assert {name: used for name, used in using.items() if used} == {"checkpoint/torch_file.py": {"torch.save"}}
 
 
 def test_no_bare_except() -> None:

@@ -252,7 +252,11 @@ class Offloaded:
         return everyones_text(mine, self._mesh.everyone, self._mesh.device, label)
 
 
-def homes_for(config: Config, mesh: Mesh, dtypes: Dtypes, assignment: Assignment) -> "OnDevice | Offloaded":
+AnyHomes = OnDevice | Offloaded
+AnyOptimizer = ShardedOptimizer | OffloadedOptimizer
+
+
+def homes_for(config: Config, mesh: Mesh, dtypes: Dtypes, assignment: Assignment) -> AnyHomes:
     """What a resolved configuration asks for."""
     if config.offload.optimizer == "device":
         return OnDevice()
