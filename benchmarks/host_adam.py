@@ -2,11 +2,12 @@
 
     python benchmarks/host_adam.py [--millions 50 200] [--threads 1 2] [--rounds 7] [--json]
 
-All update the same fp32 weights and moments, in memory mapped with large pages. `ours` is `HostAdamW`; `fused_casts`
-and `foreach_casts` widen the gradient into an fp32 buffer that is kept, make torch's step and narrow the weights;
-`fused_fp32` is torch's step alone, on fp32 gradients: it moves the same 28 bytes a parameter, and widens nothing.
-`copy` is what the machine's copies would allow: bytes that a copy of fp32 reads and writes, divided by 28. DeepSpeed's
-CPU Adam joins where it can be imported (on its own bf16 weights, with fp32 moments).
+`ours` is `HostAdamW` on memory as zero3d makes it, mapped with large pages; the others have memory as torch gives it.
+`fused_casts` and `foreach_casts` widen the gradient into an fp32 buffer that is kept, make torch's step and narrow the
+weights; `fused_fp32` is torch's step alone, on fp32 gradients: it moves the same 28 bytes a parameter, and widens
+nothing. Names that end in `_mapped` are the same on memory like ours. `copy` is what the machine's copies would allow:
+bytes that a copy of fp32 reads and writes, divided by 28. DeepSpeed's CPU Adam joins where it can be imported (on its
+own bf16 weights, with fp32 moments).
 
 In each round every contender makes one step, in an order drawn anew; rates are medians over rounds, and so are
 ratios, each of two steps of the same round. torch's contenders have `threads` by torch.set_num_threads. Where others
@@ -57,11 +58,15 @@ def arguments() -> argparse.Namespace:
 class Buffers:
     """What all contenders share, each in `NUM_TENSORS` slices that start at multiples of 64 elements."""
 
-    def __init__(self, numel: int) -> None:
+    def __init__(self, numel: int, *, mapped: bool) -> None:
         self.numel = numel
         self.size = -(-numel // NUM_TENSORS // 64) * 64
-        self.weight, self.exp_avg, self.exp_avg_sq, self.wide = (fresh(numel, torch.float32, CPU) for _ in range(4))
-        self.gradient, self.out = (fresh(numel, torch.bfloat16, CPU) for _ in range(2))
+
+        def made(dtype: torch.dtype) -> Tensor:
+            return fresh(numel, dtype, CPU) if mapped else torch.zeros(numel, dtype=dtype)
+
+        self.weight, self.exp_avg, self.exp_avg_sq, self.wide = (made(torch.float32) for _ in range(4))
+        self.gradient, self.out = (made(torch.bfloat16) for _ in range(2))
         self.weight.normal_()
         self.gradient.normal_()
         self.wide.copy_(self.gradient)
@@ -124,12 +129,14 @@ def deepspeed(buffers: Buffers) -> Step | str:
 
 
 def result(millions: float, threads: int, options: argparse.Namespace) -> dict[str, Any]:
-    buffers = Buffers(int(millions * 1e6))
+    buffers, mapped = (Buffers(int(millions * 1e6), mapped=kind) for kind in (False, True))
     contenders: dict[str, Step] = {
-        "ours": ours(buffers, threads),
+        "ours": ours(mapped, threads),
         "fused_casts": with_casts(buffers, fused=True),
         "foreach_casts": with_casts(buffers, foreach=True),
         "fused_fp32": plain(buffers, fused=True),
+        "fused_casts_mapped": with_casts(mapped, fused=True),
+        "fused_fp32_mapped": plain(mapped, fused=True),
         "copy": lambda: buffers.exp_avg.copy_(buffers.weight),
     }
     rival = deepspeed(buffers)
@@ -175,9 +182,9 @@ def table(one: dict[str, Any]) -> str:
     lines = [f"{one['parameters'] / 1e6:.0f} M parameters, {threads} threads, {rounds} rounds, {clock} time"]
     for name, rate in one["millions_per_second"].items():
         against = f"   ours is {one['ours_over'][name]:.2f} of it" if name in one["ours_over"] else ""
-        lines.append(f"  {name:14} {rate:8.1f} M/s{against}")
+        lines.append(f"  {name:18} {rate:8.1f} M/s{against}")
     if "deepspeed" in one:
-        lines.append(f"  {'deepspeed':14} {one['deepspeed']}")
+        lines.append(f"  {'deepspeed':18} {one['deepspeed']}")
     return "\n".join(lines)
 
 

@@ -234,7 +234,10 @@ class Recompute(Section):
 
 class Checkpoint(Section):
     every: NotNegative = 1000
-    """Save every so many steps, and after the last one, in the folder `checkpoints` of `run.out`; 0: never."""
+    """Save every so many steps, and after the last one; 0: never."""
+    folder: str | None = None
+    """Where checkpoints go: a folder, or with the extra `remote` a URL such as s3://bucket/run, of this run alone. Left
+    out: the folder `checkpoints` of `run.out`."""
     keep: Positive = 2
     """How many of the newest checkpoints stay."""
     keep_every: NotNegative = 0

@@ -26,6 +26,7 @@ def problems(config: "Config") -> Iterator[Problem]:
     """Everything that can be known before the number of ranks is."""
     yield from _model_problems(config)
     yield from _step_problems(config)
+    yield from _place_problems(config)
     if config.run.check_every and config.parallel.tp == 1:
         yield Problem(
             "run.check_every",
@@ -115,6 +116,28 @@ def _preset_problems(model: "Model") -> Iterator[Problem]:
                 f"model.{key} = {value} means nothing to model.preset = {model.preset!r}",
                 'Leave it out, or set model.preset = "llama".',
             )
+
+
+def _place_problems(config: "Config") -> Iterator[Problem]:
+    if "://" in config.run.out:
+        yield Problem(
+            "run.out",
+            f"run.out = {json.dumps(config.run.out)} is a URL, and what a run writes line by line goes to a disk",
+            "Set run.out to a folder; checkpoint.folder can be a URL.",
+        )
+    folder = config.checkpoint.folder
+    if folder is not None and not folder.partition("://")[2 if "://" in folder else 0].strip("/ "):
+        yield Problem(
+            "checkpoint.folder",
+            f"checkpoint.folder = {json.dumps(folder)} names no folder",
+            "Set it to a folder, or a URL such as s3://bucket/run, or leave it out.",
+        )
+    elif folder is not None and ("::" in folder.partition("://")[0]):
+        yield Problem(
+            "checkpoint.folder",
+            f"checkpoint.folder = {json.dumps(folder)} is a chain of URLs",
+            "Set it to one URL, such as s3://bucket/run.",
+        )
 
 
 def _step_problems(config: "Config") -> Iterator[Problem]:

@@ -18,8 +18,11 @@ from torch import Tensor, nn
 from zero3d import census
 from zero3d.access import Access, Index
 from zero3d.assemble import Parts, assemble
+from zero3d.checkpoint.export import export
+from zero3d.checkpoint.hub import KEPT_CONFIG, config_of
 from zero3d.checkpoint.load import Loaded, load
 from zero3d.checkpoint.manifest import What
+from zero3d.checkpoint.place import Url
 from zero3d.checkpoint.saves import Saves
 from zero3d.comm.diverged import diverged
 from zero3d.comm.mesh import open_mesh, ranks_started
@@ -27,7 +30,7 @@ from zero3d.comm.texts import everyones_numbers
 from zero3d.config import Config
 from zero3d.contracts import Batch, Loss, ModelSource, OptimizerChoice, Watcher
 from zero3d.editing import edit, training_flags
-from zero3d.errors import ConfigError, UsageError
+from zero3d.errors import UsageError
 from zero3d.layout import Layout
 from zero3d.modes import in_mode
 from zero3d.offload.budget import MachineNeed
@@ -38,7 +41,7 @@ from zero3d.pipeline.calling import Call, split
 from zero3d.pipeline.cut import Stages
 from zero3d.pipeline.same import refuse_other_data
 from zero3d.pipeline.uneven import Mine, Padding, even_out, own, together
-from zero3d.precision import native_bf16
+from zero3d.precision import native_bf16, refuse_rounding
 from zero3d.replicas import check_replicas
 from zero3d.reports import EvaluateReport, StepReport
 from zero3d.step import Done, evaluate_step, train_step
@@ -165,8 +168,7 @@ class Engine:
         sent = {name: axis.sent_bytes for name, axis in self._mesh.axes.items()}
         if not self.model.training:  # Single modules may be in evaluation mode on purpose.
             self.model.train()
-        steps = self.config.run.steps
-        lr = factor(self._updates, steps, self.config.optimizer)
+        lr = factor(self._updates, self.config.run.steps, self.config.optimizer)
         done = train_step(self._parts, micro_batches, self._steps, lr, watcher)
         self._check(done, micro_batches)
         self._mesh.enter_step(0)
@@ -216,19 +218,20 @@ class Engine:
         and leaving is collective too. (What is written through `.data` nobody sees.)"""
         if write:
             self._be_up_to_date()
-        with self._access.gathered(write=write), in_mode(self.model, train=False), torch.no_grad():
+        refusing = self._saves.refusing(write)
+        with refusing, self._access.gathered(write=write), in_mode(self.model, train=False), torch.no_grad():
             yield self.model
 
     def save(
         self,
-        folder: str | Path,
+        folder: str | Path | Url,
         *,
         what: What = "all",
         extra: Mapping[str, Any] | None = None,
         background: bool = False,
-    ) -> Path:
-        """Saves a checkpoint of the steps made so far in `folder`, which all ranks reach. -> its own folder there.
-        Collective.
+    ) -> Path | Url:
+        """Saves a checkpoint of the steps made so far in `folder`, which all ranks reach: a path, or a URL such as
+        s3://bucket/run. -> its own folder there. Collective.
 
         what: "all"; "weights" and buffers alone; what is "trainable", its optimizer state, and buffers. extra: what
         else `load` is to give back, of JSON's types. background: files are written while training goes on, and the
@@ -236,7 +239,7 @@ class Engine:
         Raises `UsageError`, `OutOfSpaceError` or `DivergedError` on all ranks; what was saved before is unharmed."""
         self._refuse_closed()
         self._be_up_to_date()
-        kept = {"updates": self._updates, "own": dict(extra or {})}
+        kept = {"updates": self._updates, "own": dict(extra or {}), KEPT_CONFIG: config_of(self.model)}
         config = self.config.model_dump(mode="json")
         return self._saves.begin(
             self._parts, folder, background, step=self._steps, extra=kept, config=config, what=what
@@ -246,9 +249,9 @@ class Engine:
         """Waits for a save in the background. Collective."""
         self._saves.wait()
 
-    def load(self, folder: str | Path, *, allow_missing: bool = False) -> Loaded:
+    def load(self, folder: str | Path | Url, *, allow_missing: bool = False) -> Loaded:
         """Weights, optimizer state, buffers, loss scale and steps become those of the newest whole checkpoint in
-        `folder`, or of the one that it is, whatever layout saved it. Collective.
+        `folder` (a path or a URL), or of the one that it is, whatever layout saved it. Collective.
 
         allow_missing: what the checkpoint lacks stays as it is. Raises `DataError` where there is no whole checkpoint,
         `UsageError`, with nothing written, where it is another model's."""
@@ -259,6 +262,12 @@ class Engine:
         self._parts.optimizer.go_on_from(self._updates)
         self._last = None
         return replace(loaded, extra=loaded.extra.get("own", {}))
+
+    def export(self, folder: str | Path) -> Path:
+        """The model's weights, as they are now, as safetensors that Transformers loads: its own names, shapes and
+        dtypes, ties left out, config.json where it has one. `folder` must be new or empty. -> it. Collective."""
+        self._be_up_to_date()
+        return export(self._parts, self._mesh, folder).folder
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole tensors under the user's own names, ties and persistent buffers too, in the dtypes that the model
@@ -338,9 +347,8 @@ class Engine:
         return collect(spans, self._mesh.layout, self._mesh.everyone, self.device)
 
     def close(self) -> None:
-        """Ends the engine's training: all hooks leave the model. Not collective, unless updates are still on their way
-        from another home (`[offload]`), so weights stay where they are: whole and plain at levels 0 to 2; released at
-        level 3, to be read as before. Ranks stay together until their processes end."""
+        """Ends the engine's training: all hooks leave the model, whose weights are whole and plain at levels 0 to 2,
+        and released at level 3, to be read as before. Not collective, unless updates are on their way (`[offload]`)."""
         if self._saves.pending and not self._closed:
             warnings.warn("the last save is not whole: call engine.finish_saving() before engine.close()", stacklevel=2)
         self._closed = True
@@ -360,7 +368,7 @@ class Engine:
         self.model: nn.Module = parts.model
 
     def _be_up_to_date(self) -> None:
-        """No save reads any more, and no update is late: weights may be read to be kept, and written to. Collective."""
+        """No save reads any more, and no update is late: weights may be kept, and written to. Collective."""
         self._saves.wait()
         if not self._closed:
             self._parts.replica.publish(self._parts.optimizer.flush())
@@ -381,12 +389,7 @@ class Engine:
         self._parts.pipeline.agree(next(iter(own(micro_batches)), micro_batches[0]))
         if flags != bytes(info.trainable for info in self._parts.infos):
             self.edit(lambda model: None)
-        rounds = any(shard.gradient.dtype != torch.float32 for shard in self._parts.replica.shards)
-        if len(micro_batches) > 1 and rounds and self.config.precision.gradients == "compute":
-            raise ConfigError(
-                f'precision.gradients = "compute" would round the sum of {len(micro_batches)} micro-batches each time',
-                hint='Use "fp32", or ask for it by name with "compute-lossy".',
-            )
+        refuse_rounding(self.config, len(micro_batches), (one.gradient.dtype for one in self._parts.replica.shards))
         return micro_batches
 
     def _check(self, done: Done, micro_batches: list[Batch]) -> None:
@@ -394,5 +397,4 @@ class Engine:
             raise diverged(self._parts.axis, self.device, f"in step {self._steps + 1}")
         if done.totals.finite or (self._parts.scaler.enabled and self._parts.scaler.bad_steps < MOST_SKIPS):
             return
-        skips = self._parts.scaler.bad_steps if self._parts.scaler.enabled else 0
-        raise non_finite(self._parts, micro_batches, self._steps, skips)
+        raise non_finite(self._parts, micro_batches, self._steps)

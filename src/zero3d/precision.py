@@ -130,6 +130,17 @@ def dtypes_for(config: Config) -> Dtypes:
     )
 
 
+def refuse_rounding(config: Config, num_micro_batches: int, held: Iterable[torch.dtype]) -> None:
+    """Raises `ConfigError` where the sum of several micro-batches, held in these dtypes, would be rounded each time
+    and nobody asked for that by name."""
+    rounds = any(dtype != torch.float32 for dtype in held)
+    if num_micro_batches > 1 and rounds and config.precision.gradients == "compute":
+        raise ConfigError(
+            f'precision.gradients = "compute" would round the sum of {num_micro_batches} micro-batches each time',
+            hint='Use "fp32", or ask for it by name with "compute-lossy".',
+        )
+
+
 def native_bf16() -> bool:
     """Whether products in bf16 are no slower than in fp32 here: a GPU, or a CPU with instructions for them."""
     if torch.cuda.is_available():

@@ -6,6 +6,8 @@ from typing import Any
 
 from zero3d.checkpoint import folders
 from zero3d.checkpoint.load import Loaded
+from zero3d.checkpoint.place import Place, Url, place
+from zero3d.checkpoint.storage import storage_of
 from zero3d.engine import Engine
 from zero3d.errors import UsageError
 from zero3d.records import CHECKPOINTS
@@ -19,23 +21,37 @@ MUST_STAY = {
 
 
 class Checkpoints:
-    """Those in the folder `checkpoints` of run.out. `last`: the newest that this run made whole, or is making."""
+    """Those in checkpoint.folder, or left out in the folder `checkpoints` of run.out. `last`: the newest that this run
+    made whole, or is making. UsageError: the folder is a URL that cannot be reached by what is installed."""
 
     def __init__(self, engine: Engine) -> None:
-        self.last: Path | None = None
+        self.last: Path | Url | None = None
         self._engine = engine
         self._options = engine.config.checkpoint
-        self._folder = Path(engine.config.run.out) / CHECKPOINTS
+        self._folder = place(self._options.folder or Path(engine.config.run.out) / CHECKPOINTS)
+        storage_of(self._folder)
 
     def resume(self) -> Loaded | None:
         """Goes on from the newest whole one; None where there is none at all. Collective.
 
         UsageError: it was made with another model, seed or data. DataError: none of those that are there is whole."""
-        if not self._folder.is_dir() or not folders.candidates(self._folder):
+        if not folders.any_in(self._folder):
             return None
         loaded = self._engine.load(self._folder)
         _refuse_other(loaded.config, self._engine.config.model_dump(mode="json"), loaded.path)
         return loaded
+
+    def begin(self, loaded: Loaded | None) -> None:
+        """Before the first step of a run that goes on from `loaded`. UsageError: it goes on from nothing, and its
+        folder has the checkpoints of another, which would come first. (Those in run.out are moved aside with all that
+        is there.)"""
+        own = self._options.folder is None
+        if loaded is None and self._options.every and not own and folders.any_in(self._folder):
+            raise UsageError(
+                "there are checkpoints of another run",
+                where=str(self._folder),
+                hint="Go on from them with --resume, or name another checkpoint.folder.",
+            )
 
     def stepped(self, step: int, *, last: bool) -> None:
         """After `step` steps; `last`: none follows. Collective."""
@@ -53,7 +69,7 @@ class Checkpoints:
             folders.keep(self._folder, last=self._options.keep, every=self._options.keep_every)
 
 
-def _refuse_other(then: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
+def _refuse_other(then: Mapping[str, Any], now: Mapping[str, Any], path: Place) -> None:
     for section, keys in MUST_STAY.items():
         for key in keys:
             before, after = then.get(section, {}).get(key), now[section][key]

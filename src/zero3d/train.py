@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from zero3d.checkpoint.load import Loaded
+from zero3d.checkpoint.place import Url
 from zero3d.config import Config
 from zero3d.data.batches import Batches, heldout_batches, num_windows
 from zero3d.data.byte_models import bits_per_byte
@@ -99,7 +100,7 @@ class Summary:
     prompt: str
     sample: str
     trace: Path | None
-    checkpoint: Path | None
+    checkpoint: Path | Url | None
 
 
 class Listener(Protocol):
@@ -137,6 +138,7 @@ def train(
     try:
         checkpoints = Checkpoints(engine)
         loaded = checkpoints.resume() if resume else None
+        checkpoints.begin(loaded)
         plan = _plan(engine, prepared, loaded, resume=resume)
         everyone.started(plan)
         batches = Batches(
@@ -173,7 +175,8 @@ def _plan(engine: Engine, prepared: Prepared, loaded: Loaded | None, *, resume: 
     parameters = sum(info.numel for info in infos)
     trained = sum(info.numel for info in infos if info.trainable)
     stages, length = engine.stages, config.data.sequence_length
-    begins = f"There is no checkpoint in {config.run.out}: the run begins anew." if resume and loaded is None else ""
+    place = config.checkpoint.folder or config.run.out
+    begins = f"There is no checkpoint in {place}: the run begins anew." if resume and loaded is None else ""
     return Plan(
         config=config,
         world=engine.world,
@@ -218,7 +221,7 @@ def _look_back(
     reports: Sequence[StepReport],
     everyone: "Everyone",
     trace: Path | None,
-    checkpoint: Path | None,
+    checkpoint: Path | Url | None,
 ) -> Summary:
     """What was held and sent by the last step, and what was learned."""
     held, sent = engine.held_bytes(), engine.sent_bytes()

@@ -16,8 +16,9 @@ from zero3d.trees import tensors_in
 from zero3d.unwatched import UNWATCHED
 
 
-def non_finite(parts: Parts, micro_batches: Sequence[Batch], step: int, skips: int) -> NonFiniteError:
-    """What to raise. `skips`: steps in a row that were left out. Collective; weights stay as they are."""
+def non_finite(parts: Parts, micro_batches: Sequence[Batch], step: int) -> NonFiniteError:
+    """What to raise. Collective; weights stay as they are."""
+    skips = parts.scaler.bad_steps if parts.scaler.enabled else 0
     found = "; ".join(first_non_finite(parts, micro_batches, step)) or "every rank's own are, their sum is not"
     in_a_row = f" in {skips} steps in a row" if skips else ""
     return NonFiniteError(

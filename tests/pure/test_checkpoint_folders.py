@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.pure.test_checkpoint_manifest import made
-from zero3d.checkpoint import folders
+from zero3d.checkpoint import folders, local
 from zero3d.checkpoint.manifest import MANIFEST, dump
 from zero3d.errors import DataError, UsageError
 
@@ -83,7 +83,7 @@ def test_one_of_the_same_step_gives_way(tmp_path: Path) -> None:
     put(tmp_path, "step-00000005")
     new = put(tmp_path, "step-00000005.tmp-1f")
     (new / "mark").touch()
-    folders.publish(new, tmp_path / "step-00000005")
+    local.publish(new, tmp_path / "step-00000005")
     assert names(tmp_path) == ["step-00000005"]
     assert (tmp_path / "step-00000005" / "mark").exists()
 
@@ -100,7 +100,7 @@ def test_killed_between_two_renames_the_old_one_is_still_there(tmp_path: Path, m
 
     monkeypatch.setattr(Path, "rename", killed)
     with pytest.raises(KeyboardInterrupt):
-        folders.publish(new, tmp_path / "step-00000005")
+        local.publish(new, tmp_path / "step-00000005")
     assert folders.newest(tmp_path).path.name.startswith("step-00000005.old-")
 
 
@@ -110,5 +110,5 @@ def test_leftovers_are_what_no_run_needs(tmp_path: Path) -> None:
     for name in ("step-00000005.old-aa", "step-00000006.tmp-aa", "step-00000007.tmp-bb", "mine.tmp-aa"):
         (tmp_path / name).mkdir()
     os.symlink(tmp_path, tmp_path / "step-00000008.tmp-cc")
-    found = folders.leftovers(tmp_path, tmp_path / "step-00000007.tmp-bb")
+    found = local.leftovers(tmp_path, tmp_path / "step-00000007.tmp-bb")
     assert sorted(one.name for one in found) == ["step-00000005.old-aa", "step-00000006.tmp-aa"]

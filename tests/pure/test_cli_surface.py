@@ -10,8 +10,20 @@ from zero3d.cli.train import INTERRUPTED
 
 SURFACE = {
     "zero3d": ["--version"],
-    "train": ["CONFIG", "-n/--ranks", "--set", "--trace", "--trace-steps", "--json", "--allow-code", "--debug"],
+    "train": [
+        "CONFIG",
+        "-n/--ranks",
+        "--set",
+        "--trace",
+        "--trace-steps",
+        "--resume",
+        "--json",
+        "--allow-code",
+        "--debug",
+    ],
+    "export": ["CHECKPOINT", "OUT", "--format", "--dtype", "--max-shard-size", "--json"],
     "show": [],
+    "show checkpoint": ["PATH", "--verify", "--json"],
     "show layout": ["CONFIG", "-n/--ranks", "--set", "--json", "--allow-code"],
     "show schedule": ["--schedule", "--stages", "--micro-batches", "--ranks", "--picture", "--json"],
     "verify": ["CONFIG", "-n/--ranks", "--steps", "--set", "--json", "--allow-code", "--debug"],

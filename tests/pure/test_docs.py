@@ -15,6 +15,7 @@ NAMED = re.compile(r"`([\w./-]+\.(?:py|toml|md|svg|txt))(?:::(\w+))?`")
 """Files, and tests in them, that a page names in code type."""
 DOCTESTS = [
     "layout",
+    "cli.show_checkpoint",
     "config",
     "comm.bucket",
     "offload.budget",

@@ -18,9 +18,13 @@ from tests.checkpoint_runs import LAYOUTS, VOCABULARY, Run, batches, loss, train
 from tests.checkpoint_runs import made as made_plain
 from tests.pipeline_runs import adamw
 from tests.ranks.test_building import Peak, own_memory
+from tests.ranks.test_transformers import CASES as MODELS
+from tests.ranks.test_transformers import batches as transformers_batches
+from tests.ranks.test_transformers import loss_of, options_for, part
 from tests.world import run_ranks
 from zero3d.checkpoint import hub_folder
 from zero3d.checkpoint.export import Style, export
+from zero3d.checkpoint.hub_state import HubState
 from zero3d.errors import OutOfSpaceError, UsageError
 from zero3d.models.gpt import GPT
 
@@ -172,9 +176,9 @@ def test_no_rank_has_room_for_the_model(tmp_path: Path) -> None:
     assert sum(value.numel() for value in read(tmp_path / "out").values()) == 24 * (2 * WIDTH * WIDTH + WIDTH)
 
 
-def failing(engine: zero3d.Engine, folder: Path) -> tuple[str, str]:
+def failing(engine: zero3d.Engine, folder: Path, style: Style | None = None) -> tuple[str, str]:
     try:
-        exported(engine, folder)
+        exported(engine, folder, style)
     except zero3d.Zero3dError as error:
         return type(error).__name__, str(error)
     return "", ""
@@ -209,6 +213,7 @@ def all_that_fails(folder: Path) -> list[tuple[str, str]]:
     hub_folder.open = Full  # type: ignore[attr-defined]
     told.append(failing(engine, folder / "full" / "a"))
     del hub_folder.open  # type: ignore[attr-defined]
+    told.append(failing(engine, folder / "differing", Style(shard_bytes=1000 + engine.rank)))
     train(engine, batches()[:1])
     told.append(failing(engine, folder / "full" / "a"))
     return told
@@ -218,10 +223,11 @@ def test_an_error_is_everyones_and_leaves_nothing(tmp_path: Path) -> None:
     told = run_ranks(4, all_that_fails, tmp_path)
     assert all(one == told[0] for one in told)
     kinds, texts = zip(*told[0])
-    assert kinds == (UsageError.__name__,) * 3 + (OutOfSpaceError.__name__, "")
+    assert kinds == (UsageError.__name__,) * 3 + (OutOfSpaceError.__name__, UsageError.__name__, "")
     assert "notes.txt" in texts[0] and "Name a new one" in texts[0] and str(tmp_path / "there") in texts[0]
     assert "this is a file" in texts[1]
     assert "rank 0" in texts[3] and str(tmp_path / "full" / "a") in texts[3] and "Free some space" in texts[3]
+    assert "rank 0 exports as" in texts[4] and "1001" in texts[4] and not (tmp_path / "differing").exists()
     assert [one.name for one in (tmp_path / "there").iterdir()] == ["notes.txt"]
     assert [one.name for one in (tmp_path / "full" / "a").iterdir()] == ["model.safetensors"], "the try after"
 
@@ -240,3 +246,42 @@ def on_one_rank(folder: Path) -> tuple[str, str]:
 def test_export_on_one_rank_is_an_error_after_which_training_goes_on(tmp_path: Path) -> None:
     run_ranks(2, on_one_rank, tmp_path)
     assert read(tmp_path / "out")["embedding.weight"].shape[0] == VOCABULARY
+
+
+def of_transformers(folder: Path, names: list[str]) -> list[dict[str, Tensor]]:
+    states = []
+    for name in names:
+        engine = zero3d.Engine(MODELS[name], loss_of(name), adamw, options_for(3))
+        engine.step(part(transformers_batches(name)[0], engine.rank))
+        exported(engine, folder / name, Style(shard_bytes=50_000))
+        states.append(engine.full_state_dict())
+        engine.close()
+    return states
+
+
+def test_transformers_loads_what_is_exported(tmp_path: Path) -> None:
+    """With the configuration, ties left out, and experts fused as the model has them: nothing is missing or new."""
+    names = ["gpt2", "qwen3", "mixtral", "bert", "t5"]
+    for name, state in zip(names, run_ranks(2, of_transformers, tmp_path, names)[0], strict=True):
+        model, info = MODELS[name].auto.from_pretrained(tmp_path / name, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], name
+        found = model.state_dict()
+        assert found.keys() == state.keys(), name
+        assert all(torch.equal(value, state[key]) for key, value in found.items()), name
+        assert model.config.architectures == [type(model).__name__]
+
+
+def load_into_a_running_engine(folder: Path) -> tuple[bool, list[float]]:
+    engine = zero3d.Engine(made(), loss, adamw, Run((2, 2, 1), 3).options())
+    train(engine, batches()[:1])
+    exported(engine, folder / "out")
+    saved, later = engine.full_state_dict(), train(engine, batches()[1:3])
+    state = HubState(folder / "out", engine.parameters)
+    assert engine.load_state_dict(state) == ([], []) and len(state) == len(saved)
+    found = engine.full_state_dict()
+    return all(torch.equal(value, found[name]) for name, value in saved.items()), later
+
+
+def test_an_engine_that_trains_takes_the_weights_back(tmp_path: Path) -> None:
+    """`HubState` has all names of a tie, of which the files have one: nothing is missing."""
+    assert all(same for same, _ in run_ranks(4, load_into_a_running_engine, tmp_path))

@@ -30,6 +30,7 @@ PURE = [
     "offload/budget.py",
     "offload/machine.py",
     *(f"checkpoint/{name}.py" for name in ("slices", "manifest", "chunks", "folders", "target")),
+    *(f"checkpoint/{name}.py" for name in ("place", "storage", "local", "remote")),
     *(f"trace/{name}.py" for name in ("span", "chrome", "timelines", "queue_rows", "picture")),
     "optim/clip.py",
     "optim/learning_rate.py",

@@ -6,10 +6,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,12 +17,13 @@ from torch import Tensor
 
 from tests import checkpoint_runs as runs
 from tests.world import run_ranks
-from zero3d.checkpoint import found, hub_folder
+from zero3d.checkpoint import hub_folder
 from zero3d.checkpoint.export import Style, export_checkpoint
 from zero3d.checkpoint.hub import Weight, in_files, index
-from zero3d.checkpoint.rebuild import Rebuilder, place
+from zero3d.checkpoint.rebuild import Rebuilder, put
 from zero3d.checkpoint.slices import Span, cut
 from zero3d.checkpoint.write import NAMES
+from zero3d.cli import found
 from zero3d.errors import DataError, OutOfSpaceError, UsageError
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
@@ -88,9 +89,8 @@ def test_every_dtype_and_shape_is_written_as_it_is(tmp_path: Path) -> None:
     values = {}
     for dtype in NAMES:
         for shape in ((), (3,), (0, 4), (5, 7)):
-            raw = torch.arange(int(np.prod(shape)) * dtype.itemsize, dtype=torch.uint8) % (
-                2 if dtype == torch.bool else 100
-            )
+            raw = torch.arange(prod(shape) * dtype.itemsize, dtype=torch.uint8)
+            raw %= 2 if dtype == torch.bool else 100
             values[f"{dtype} {shape}"] = raw.view(dtype).reshape(shape)
     weights = [Weight(name=name, shape=one.shape, dtype=one.dtype) for name, one in values.items()]
     for form, folder in (("safetensors", tmp_path / "a"), ("torch", tmp_path / "b")):
@@ -121,7 +121,7 @@ def test_pieces_of_a_cut_tensor_go_where_they_belong() -> None:
         rows = torch.cat([whole[:, start:stop] for start, stop in ranges] + [torch.full((3, padding, 2), -1.0)], dim=1)
         for begin in range(0, part.numel, 7):
             numel = min(7, part.numel - begin)
-            place(rows.reshape(-1)[begin : begin + numel], Span(part, begin, numel), whole.shape, out)
+            put(rows.reshape(-1)[begin : begin + numel], Span(part, begin, numel), whole.shape, out)
     assert torch.equal(out.view(whole.shape), whole)
 
 
@@ -195,12 +195,11 @@ def test_what_a_path_means(tmp_path: Path, checkpoint: Any) -> None:
 
 
 LARGE = """
-import resource, sys, threading
+import sys
 from pathlib import Path
-import torch
 from tests.ranks.test_building import Peak, own_memory
-from zero3d.checkpoint import found
 from zero3d.checkpoint.export import Style, export_checkpoint
+from zero3d.cli import found
 
 taken = found.find(Path(sys.argv[1]))
 export_checkpoint(taken, Path(sys.argv[2]) / "warm", Style(shard_bytes=50_000_000))

@@ -26,7 +26,7 @@ from zero3d.checkpoint.state import Holdings
 from zero3d.checkpoint.together import Together
 from zero3d.comm.mesh import Mesh
 from zero3d.comm.roll import PATIENCE, call_roll
-from zero3d.errors import DataError, RankFailedError
+from zero3d.errors import DataError, RankFailedError, UsageError
 
 GROUP = 64_000_000
 """Bytes that are written between two looks at whether all ranks are well."""
@@ -110,6 +110,7 @@ def export(
     call_roll("export", patience)
     style = style or Style()
     together = Together(mesh.everyone, mesh.device)
+    _refuse_differing(together.tell(f"{style.form}, {style.dtype}, {style.shard_bytes}", "how to export"))
     parts.replica.settle()
     holdings = Holdings(parts, mesh)
     weights = list(_weights(holdings, style))
@@ -135,6 +136,15 @@ def export(
     return Exported(folder=hub.folder, files=hub.paths, weights=weights)
 
 
+def _refuse_differing(told: Sequence[str]) -> None:
+    other = next((rank for rank, text in enumerate(told) if text != told[0]), None)
+    if other is not None:
+        raise UsageError(
+            f"rank 0 exports as {told[0]}, and rank {other} as {told[other]} (format, dtype, bytes of a file)",
+            hint="All ranks must export in the same way.",
+        )
+
+
 def _writing(group: Sequence[Weight], pieces: Pieces, hub: HubFolder) -> Callable[[], None]:
     """Ranks go on sending after an error, so that none waits for ever; it is told when all are through."""
 
@@ -156,7 +166,8 @@ def _writing(group: Sequence[Weight], pieces: Pieces, hub: HubFolder) -> Callabl
 
 
 def _weight(entry: Entry, style: Style) -> Weight:
-    return Weight(name=entry.name, shape=entry.shape, dtype=style.of(DTYPES[entry.dtype]), ties=entry.ties)
+    dtype = style.of(DTYPES[entry.made or entry.dtype])
+    return Weight(name=entry.name, shape=entry.shape, dtype=dtype, ties=entry.ties)
 
 
 def _weights(holdings: Holdings, style: Style) -> Iterator[Weight]:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from zero3d.checkpoint import torch_file
-from zero3d.checkpoint.folders import sync
 from zero3d.checkpoint.hub import CONFIG, INDEX, SHARD_BYTES, HubFile, Weight, in_files, index, with_dtype
+from zero3d.checkpoint.local import sync
+from zero3d.checkpoint.target import PARTIAL, check_free
 from zero3d.checkpoint.write import BLOCK, FULL
 from zero3d.errors import OutOfSpaceError, UsageError
 
 Format = Literal["safetensors", "torch"]
-PARTIAL: Final = ".partial"
 ROOM: Final = 1 << 20
 """Bytes that must be free besides what the weights take."""
 
@@ -145,20 +145,6 @@ class HubFolder:
         return _explained(self.folder, self.nbytes)
 
 
-def check_free(folder: Path) -> None:
-    """UsageError: `folder` is no folder, or has something in it."""
-    if folder.exists() and not folder.is_dir():
-        raise UsageError("this is a file, and a folder is to be made", where=str(folder), hint="Name another.")
-    there = sorted(one.name for one in os.scandir(folder)) if folder.exists() else []
-    if there:
-        raise UsageError(
-            f"the folder is not empty: it has {there[0]}{f' and {len(there) - 1} more' if there[1:] else ''}",
-            where=str(folder),
-            hint="Name a new one; nothing is ever written over."
-            + (" What ends in .partial is left of an export that was killed." if _all_partial(there) else ""),
-        )
-
-
 @contextmanager
 def _explained(folder: Path, nbytes: int) -> Iterator[None]:
     """What the system refuses, as one of our errors."""
@@ -174,10 +160,6 @@ def _explained(folder: Path, nbytes: int) -> Iterator[None]:
         raise UsageError(
             f"it cannot be written: {error.strerror or error}", where=str(folder), hint="Name a folder of yours."
         ) from error
-
-
-def _all_partial(names: Sequence[str]) -> bool:
-    return all(name.endswith(PARTIAL) for name in names)
 
 
 def _all_bytes(weights: Sequence[Weight]) -> int:

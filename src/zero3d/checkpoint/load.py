@@ -21,6 +21,7 @@ from zero3d.assemble import Parts
 from zero3d.checkpoint import folders
 from zero3d.checkpoint.fit import Fit, fit
 from zero3d.checkpoint.manifest import Manifest, Sizes, What, parse
+from zero3d.checkpoint.place import Place, Url, place
 from zero3d.checkpoint.read import carry_out
 from zero3d.checkpoint.state import Holdings
 from zero3d.checkpoint.together import Together
@@ -40,7 +41,7 @@ class Loaded:
     newer checkpoints that could not be used, and why; bytes_read: by this rank, from files of tensors.
     """
 
-    path: Path
+    path: Place
     step: int
     what: What
     extra: Mapping[str, Any]
@@ -59,13 +60,13 @@ class Loaded:
 def load(
     parts: Parts,
     mesh: Mesh,
-    folder: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | Url,
     *,
     allow_missing: bool = False,
     patience: float = PATIENCE,
 ) -> Loaded:
     """Master weights, optimizer state, buffers and loss scale become those of the newest whole checkpoint in `folder`,
-    or of the one that `folder` is, whatever layout saved it. Collective.
+    or of the one that `folder` is, whatever layout saved it; it may be a URL. Collective.
 
     allow_missing: what the checkpoint lacks stays as it is, state of the optimizer begins anew, and what it has
     besides is left out.
@@ -74,7 +75,7 @@ def load(
     written, where it is another model's; `DivergedError` if ranks have not come within `patience` seconds.
     """
     call_roll("load", patience)
-    loading = Loading(Together(mesh.everyone, mesh.device), Holdings(parts, mesh), Path(folder))
+    loading = Loading(Together(mesh.everyone, mesh.device), Holdings(parts, mesh), place(folder))
     while True:
         try:
             return loading.try_next(allow_missing=allow_missing)
@@ -85,14 +86,14 @@ def load(
 class DamagedError(Exception):
     """A checkpoint that looked whole is not what was written; `why`: which, and in what."""
 
-    def __init__(self, path: Path, error: DataError) -> None:
+    def __init__(self, path: Place, error: DataError) -> None:
         self.why = _why(path, error)
 
 
 class Loading:
     """One call of `load`. skipped: what could not be used, on every rank."""
 
-    def __init__(self, together: Together, holdings: Holdings, folder: Path) -> None:
+    def __init__(self, together: Together, holdings: Holdings, folder: Path | Url) -> None:
         self._together = together
         self._holdings = holdings
         self._folder = folder
@@ -120,14 +121,14 @@ class Loading:
         parts.scaler.set_state(manifest.scaler.model_dump())
         return _loaded(path, manifest, fitting, self.skipped, read)
 
-    def _next(self) -> tuple[Path, str]:
+    def _next(self) -> tuple[Path | Url, str]:
         """The next whole one and its manifest, as rank 0 sees it; what it finds not to be whole is skipped."""
         found = self._together.first("looking for checkpoints", self._look)
         told = json.dumps([str(found[0]), found[1], self.skipped]) if found else ""
         path, text, self.skipped = json.loads(self._together.from_first(told, "manifest"))
-        return Path(path), text
+        return place(path), text
 
-    def _look(self) -> tuple[Path, str]:
+    def _look(self) -> tuple[Path | Url, str]:
         while self._left:
             path = self._left.pop(0)
             try:
@@ -138,7 +139,7 @@ class Loading:
         raise DataError(none.message, where=none.where, hint=DAMAGED if self._touched else none.hint)
 
 
-def _why(path: Path, error: DataError) -> str:
+def _why(path: Place, error: DataError) -> str:
     place = f" ({Path(error.where).name})" if error.where else ""
     return f"{path.name}: {error.message}{place}"
 
@@ -152,7 +153,7 @@ def _receive(parts: Parts) -> None:
         parts.replica.write(infos[shard.bucket.slots[0].name], slice(0, 0), none)
 
 
-def _loaded(path: Path, manifest: Manifest, fitting: Fit, skipped: Sequence[str], read: int) -> Loaded:
+def _loaded(path: Place, manifest: Manifest, fitting: Fit, skipped: Sequence[str], read: int) -> Loaded:
     return Loaded(
         path=path,
         step=manifest.step,

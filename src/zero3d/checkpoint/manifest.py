@@ -12,11 +12,11 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from math import prod
-from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from zero3d.checkpoint.place import Place
 from zero3d.checkpoint.slices import Part, Span, cut, whole
 from zero3d.errors import DataError
 from zero3d.slicing import Range
@@ -77,13 +77,15 @@ class Slice(Record):
 
 
 class Entry(Record):
-    """`key`: of an optimizer state; `dim`: None where the tensor is not cut; `trainable`: of a parameter."""
+    """`key`: of an optimizer state; `made`: the dtype that the model has a weight in; `dim`: None where the tensor is
+    not cut; `trainable`: of a parameter."""
 
     kind: Kind
     name: str
     key: str = ""
     shape: list[Count]
     dtype: str
+    made: str | None = None
     trainable: bool = False
     ties: list[str] = []
     dim: int | None = None
@@ -158,7 +160,7 @@ def dump(manifest: Manifest) -> str:
     return json.dumps({"checksum": _checksum(body), **body}, allow_nan=False)
 
 
-def parse(text: str, where: Path) -> Manifest:
+def parse(text: str, where: Place) -> Manifest:
     """Reads what `dump` gave. DataError: another version, changed since, or a piece that cannot be."""
     try:
         tree = json.loads(text)

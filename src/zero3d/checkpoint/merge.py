@@ -73,7 +73,8 @@ def _in_order(merged: Mapping[tuple[str, str, str], Entry], holdings: Holdings, 
             dtype = NAMES[torch.float32 if info.trainable else info.dtype]
             none = Entry(kind="weight", name=info.name, shape=list(info.shape), dtype=dtype, parts=[])
             found = merged.get(("weight", info.name, ""), none)
-            yield found.model_copy(update={"trainable": info.trainable, "ties": list(info.ties)})
+            told = {"made": NAMES.get(info.dtype), "trainable": info.trainable, "ties": list(info.ties)}
+            yield found.model_copy(update=told)
     yield from sorted((one for one in merged.values() if one.kind == "state"), key=lambda one: one.key)
     for name, buffer in holdings.buffer_names.items():
         none = Entry(kind="buffer", name=name, shape=list(buffer.shape), dtype=NAMES[buffer.dtype], parts=[])

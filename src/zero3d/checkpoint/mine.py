@@ -4,13 +4,12 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from zero3d.checkpoint import folders
 from zero3d.checkpoint.manifest import Entry, File, Number, Piece, Slice, What
+from zero3d.checkpoint.place import Place
 from zero3d.checkpoint.slices import share
 from zero3d.checkpoint.state import Held, Holdings
 from zero3d.checkpoint.write import NAMES, Out, Plan, Source, as_it_is, plan, write
@@ -37,12 +36,11 @@ class Mine:
         """Key -> whose update changes what is written under it."""
         return {_key(held, first, stop): held.shard for held, first, stop in self._written}
 
-    def write(self, folder: Path, rank: int, source: Source = as_it_is) -> str:
-        """-> what rank 0 must know of it. source: gives what is written, when it is."""
+    def write(self, folder: Place, rank: int, source: Source = as_it_is, mark: str = "") -> str:
+        """-> what rank 0 must know of it. source: gives what is written, when it is; mark: ends the file's name."""
         file: File | None = None
         if self._written:
-            file = write(self.plan, folder / f"rank-{rank:05d}.safetensors", source)
-            folders.sync(folder)
+            file = write(self.plan, folder / f"rank-{rank:05d}{mark}.safetensors", source)
         return json.dumps(
             {
                 "file": file and file.model_dump(),

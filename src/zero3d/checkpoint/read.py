@@ -4,13 +4,11 @@ Files are read into one small buffer and copied from there. A mapped file would 
 where the file is cut short or its disk fails; so would an error not be one that can be told.
 """
 
-import os
 import sys
 import zlib
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
@@ -20,7 +18,9 @@ from torch import Tensor
 from zero3d.checkpoint.chunks import CHUNK, ENTRY, first_wrong
 from zero3d.checkpoint.folders import check_size
 from zero3d.checkpoint.manifest import OTHER, File, Manifest
+from zero3d.checkpoint.place import Place
 from zero3d.checkpoint.slices import Copy
+from zero3d.checkpoint.storage import storage_of
 from zero3d.checkpoint.write import NAMES
 from zero3d.errors import DataError
 
@@ -40,7 +40,7 @@ class Job:
     out: Tensor
 
 
-def carry_out(jobs: Iterable[Job], folder: Path, manifest: Manifest) -> int:
+def carry_out(jobs: Iterable[Job], folder: Place, manifest: Manifest) -> int:
     """Fills the tensors of all jobs. -> bytes read, checksums counted. DataError: a file is not what was written."""
     total = 0
     by_file: dict[int, list[Job]] = {}
@@ -58,8 +58,9 @@ def carry_out(jobs: Iterable[Job], folder: Path, manifest: Manifest) -> int:
 class Reader:
     """One file. `buffer`: at least `BLOCK` bytes and 2 chunks, which several readers may use in turn."""
 
-    def __init__(self, folder: Path, file: File, buffer: bytearray) -> None:
+    def __init__(self, folder: Place, file: File, buffer: bytearray) -> None:
         self.path = folder / file.name
+        self._folder = folder
         self.bytes_read = 0
         self._file = file
         self._buffer = memoryview(buffer)
@@ -69,21 +70,20 @@ class Reader:
     def __enter__(self) -> Self:
         check_size(self.path, self._file.size)
         try:
-            # A link could have taken its place since; it would lead out of the folder.
-            self._descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+            self._ranges = storage_of(self._folder).open(self._file.name)
         except OSError as error:
             raise self._wrong(f"cannot be read: {error.strerror or error}") from error
         try:
             self._table = self._read_table()
         except BaseException:
-            os.close(self._descriptor)
+            self._ranges.close()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._descriptor)
+        self._ranges.close()
 
     def read(self, start: int, stop: int) -> memoryview:
         """Bytes [start, stop) before the table, until the next call. At most `BLOCK` of them."""
@@ -119,7 +119,7 @@ class Reader:
         at = 0
         while at < len(data):
             try:
-                number = os.preadv(self._descriptor, [data[at:]], offset + at)
+                number = self._ranges.read_into(data[at:], offset + at)
             except OSError as error:
                 raise self._wrong(f"cannot be read: {error.strerror or error}") from error
             if not number:

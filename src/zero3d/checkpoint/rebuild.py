@@ -20,7 +20,7 @@ Tell = Callable[[int, int], None]
 """Is told (bytes that are done, bytes in all) now and then."""
 
 
-def place(values: Tensor, span: Span, shape: Sequence[int], out: Tensor) -> None:
+def put(values: Tensor, span: Span, shape: Sequence[int], out: Tensor) -> None:
     """`values`, flat, are elements `span` of a part: they go where they belong in `out`, the whole tensor, flat.
     Padding goes nowhere."""
     for copy in copies(span, Span(whole(shape), 0, out.numel())):
@@ -58,7 +58,7 @@ class Rebuilder:
                 numel = min(step, piece.numel - first)
                 start = piece.offset + first * width
                 values = torch.frombuffer(reader.read(start, start + numel * width), dtype=DTYPES[entry.dtype])
-                place(values, Span(span.part, span.begin + first, numel), entry.shape, out)
+                put(values, Span(span.part, span.begin + first, numel), entry.shape, out)
         return out.view(entry.shape)
 
     def verify(self, tell: Tell) -> None:

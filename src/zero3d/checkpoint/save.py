@@ -5,7 +5,9 @@
     each       writes its file and waits until it is on the disk
     rank 0     writes the manifest, and gives the folder its name
 
-Until the rename there is no checkpoint of that name, and whatever was saved before is as it was.
+At a URL, where nothing can be renamed, files have names of their own, and the manifest, written last, makes them a
+checkpoint (`storage`). Until the rename, or the manifest, there is no checkpoint of that name, and whatever was saved
+before is as it was.
 """
 
 import json
@@ -14,18 +16,22 @@ import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from secrets import token_hex
 from threading import Thread
 from typing import Any, get_args
 
 from zero3d.assemble import Parts
-from zero3d.checkpoint import folders
-from zero3d.checkpoint.manifest import MANIFEST, Scaling, Sizes, What, dump
+from zero3d.checkpoint.folders import check_size
+from zero3d.checkpoint.manifest import Scaling, Sizes, What, dump
 from zero3d.checkpoint.merge import merge
 from zero3d.checkpoint.mine import Mine
+from zero3d.checkpoint.place import Draft, Url, name_of, place
 from zero3d.checkpoint.snapshot import Snapshot
 from zero3d.checkpoint.state import Holdings
+from zero3d.checkpoint.storage import Storage, storage_of
 from zero3d.checkpoint.together import Together
 from zero3d.comm.mesh import Mesh
 from zero3d.comm.roll import PATIENCE, call_roll
@@ -39,15 +45,16 @@ ROOM = 1 << 20
 def save(
     parts: Parts,
     mesh: Mesh,
-    folder: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | Url,
     *,
     step: int,
     extra: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
     what: What = "all",
     patience: float = PATIENCE,
-) -> Path:
-    """Saves the state after `step` steps in `folder`, which all ranks reach. -> the checkpoint's folder. Collective.
+) -> Path | Url:
+    """Saves the state after `step` steps in `folder`, a path or a URL, which all ranks reach. -> the checkpoint's own
+    folder. Collective.
 
     extra, config: what else is to be kept, of JSON's types; rank 0's. what: "all"; "weights" and buffers alone; of
     what is "trainable" weights and optimizer state, and buffers.
@@ -70,7 +77,7 @@ class Saving:
         self,
         parts: Parts,
         mesh: Mesh,
-        folder: str | os.PathLike[str],
+        folder: str | os.PathLike[str] | Url,
         *,
         step: int,
         extra: Mapping[str, Any] | None = None,
@@ -81,14 +88,16 @@ class Saving:
     ) -> None:
         call_roll("save", patience)
         self._together = together = Together(mesh.everyone, mesh.device)
-        self.target = Path(folder) / folders.name_of(max(step, 0))
+        home = place(folder)
+        self.target: Path | Url = home / name_of(max(step, 0))
         together.do("what to save", lambda: _refuse(step, what))
         _refuse_differing(together.tell(json.dumps([str(folder), step, what]), "what to save"))
         parts.replica.settle()
         holdings = Holdings(parts, mesh)
         mine = together.do("the plan of its file", lambda: Mine(holdings, what, copies_buffers=background))
         sizes = [int(text) for text in together.tell(str(mine.plan.size), "sizes of files")]
-        self._temporary = Path(together.from_first(str(folders.temporary(self.target)), "temporary name"))
+        self._storage = together.do("where to save", lambda: storage_of(home))
+        self._draft = self._storage.draft(self.target.name, together.from_first(token_hex(8), "temporary name"))
         self._merge = partial(
             merge,
             holdings,
@@ -97,14 +106,14 @@ class Saving:
             what=what,
             learning_rate=parts.optimizer.learning_rate,
             scaler=Scaling(**parts.scaler.state()),
-            extra=extra or {},
+            extra=deepcopy(extra or {}),  # It is written at the very end.
             config=config or {},
         )
         self._snapshot = Snapshot(mine.plan.outs, mine.owners)
-        self._write = partial(mine.write, self._temporary, mesh.rank, self._snapshot.source)
+        self._write = partial(mine.write, self._draft.folder, mesh.rank, self._snapshot.source, self._draft.mark)
         self._described: Future[str] = Future()
         with self._or_nothing():
-            together.first("making room", lambda: _make_room(self._temporary, sum(sizes)))
+            together.first("making room", lambda: _make_room(self._storage, self._draft, sum(sizes)))
         if background:
             Thread(target=self._run, name="zero3d save", daemon=True).start()
         else:
@@ -119,7 +128,7 @@ class Saving:
         """Returns when an update may change this shard."""
         self._snapshot.before_update(shard)
 
-    def finish(self) -> Path:
+    def finish(self) -> Path | Url:
         """Waits for all ranks' files, and makes the checkpoint whole. Collective."""
         with self._or_nothing():
             described = self._together.do("writing its file", self._described.result)
@@ -130,10 +139,8 @@ class Saving:
     def _publish(self, everything: list[str]) -> None:
         manifest = self._merge(everything)
         for file in manifest.files:
-            folders.check_size(self._temporary / file.name, file.size)
-        _write_synced(self._temporary / MANIFEST, dump(manifest))
-        folders.sync(self._temporary)
-        folders.publish(self._temporary, self.target)
+            check_size(self._draft.folder / file.name, file.size)
+        self._storage.publish(self._draft, dump(manifest))
 
     def _run(self) -> None:
         try:
@@ -149,7 +156,7 @@ class Saving:
             yield
         except BaseException:
             if self._together.index == 0:
-                shutil.rmtree(self._temporary, ignore_errors=True)
+                self._storage.discard(self._draft)
             raise
 
 
@@ -170,23 +177,14 @@ def _refuse_differing(told: list[str]) -> None:
         )
 
 
-def _make_room(temporary: Path, needed: int) -> None:
-    folder = temporary.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in list(folders.leftovers(folder, temporary)):
-        shutil.rmtree(left, ignore_errors=True)
-    free = shutil.disk_usage(folder).free
-    if free < needed + ROOM:
-        raise OutOfSpaceError(
-            f"the checkpoint takes {needed / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free",
-            where=str(folder),
-            hint="Free some space there, or save elsewhere.",
-        )
-    temporary.mkdir()
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with open(path, "x", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def _make_room(storage: Storage, draft: Draft, needed: int) -> None:
+    storage.clear(draft)
+    if isinstance(draft.folder, Path):  # How much a remote can hold nobody knows.
+        free = shutil.disk_usage(draft.folder.parent).free
+        if free < needed + ROOM:
+            raise OutOfSpaceError(
+                f"the checkpoint takes {needed / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free",
+                where=str(draft.folder.parent),
+                hint="Free some space there, or save elsewhere.",
+            )
+    storage.begin(draft)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from zero3d.checkpoint.hub import Weight
-from zero3d.checkpoint.rebuild import place
+from zero3d.checkpoint.rebuild import put
 from zero3d.checkpoint.slices import Part, Span, cut, whole
 from zero3d.checkpoint.state import Held, Holdings
 from zero3d.checkpoint.together import Together
@@ -68,7 +68,7 @@ class Pieces:
                         mine = None if rank else self._mine[weight.name][number]
                         values = self._values(mine, weight, at, numel) if mine else came.view(weight.dtype)
                         if failed is None:
-                            place(values, Span(part, begin + at, numel), weight.shape, out)
+                            put(values, Span(part, begin + at, numel), weight.shape, out)
                     except Exception as error:
                         failed = error
         if failed is not None:

@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -22,6 +21,8 @@ from torch import Tensor
 
 from zero3d.checkpoint.chunks import TABLE, Checksums, table_bytes
 from zero3d.checkpoint.manifest import ITEMSIZE, File
+from zero3d.checkpoint.place import Place
+from zero3d.checkpoint.storage import storage_of
 from zero3d.errors import OutOfSpaceError
 
 BLOCK: Final = 1 << 22
@@ -117,21 +118,19 @@ def as_it_is(out: Out) -> Iterator[Tensor]:
     yield out.tensor
 
 
-def write(planned: Plan, path: Path, source: Source = as_it_is) -> File:
-    """Writes the file, which must not exist, and waits until it is on the disk.
+def write(planned: Plan, path: Place, source: Source = as_it_is) -> File:
+    """Writes the file, which must not exist, and waits until it is there to stay.
 
     OutOfSpaceError: there is no room for it. OSError: it could not be written for another reason.
     """
     checksums = Checksums()
     try:
-        with open(path, "xb", buffering=BLOCK) as file:
+        with storage_of(path.parent).create(path.name) as file:
             for block in _blocks(planned, source):
                 checksums.add(block)
                 file.write(block)
             table = checksums.table()
             file.write(table)
-            file.flush()
-            os.fsync(file.fileno())
     except OSError as error:
         if error.errno in FULL:
             raise OutOfSpaceError(

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from zero3d.checkpoint import found
+from zero3d.checkpoint.target import check_free
+from zero3d.cli import found
 from zero3d.cli.options import AsJson
 from zero3d.cli.progress import Bytes
 from zero3d.cli.reporting import reporting_errors
@@ -52,6 +53,7 @@ def command(
         taken = found.find(checkpoint)
         for skipped in taken.skipped:
             print(f"zero3d: not used: {skipped}", file=sys.stderr)
+        check_free(out)
         done = _export(taken, out, form, dtype, shard_bytes)
         _tell(taken, done, as_json=as_json)
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zero3d.checkpoint import found
 from zero3d.checkpoint.manifest import ITEMSIZE, Entry, Manifest, Number
+from zero3d.cli import found
 from zero3d.cli.options import AsJson
 from zero3d.cli.progress import Bytes
 from zero3d.cli.reporting import reporting_errors

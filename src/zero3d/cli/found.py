@@ -1,4 +1,4 @@
-"""Which checkpoint a path of the user's means. Pure.
+"""Which checkpoint a path of the user's means.
 
 OUT                                a run's folder: the newest whole one below it
 OUT/checkpoints                    the same
@@ -6,14 +6,11 @@ OUT/checkpoints/step-00001000      this one
 """
 
 from pathlib import Path
-from typing import Final
 
 from zero3d.checkpoint.folders import NAME, Found, candidates, is_checkpoint, newest, whole
 from zero3d.checkpoint.manifest import Manifest
 from zero3d.errors import DataError
-
-CHECKPOINTS: Final = "checkpoints"
-"""In a run's folder."""
+from zero3d.records import CHECKPOINTS
 
 
 def find(place: Path) -> Found:
