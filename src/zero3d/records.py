@@ -124,9 +124,11 @@ class RunFolder:
         text = "# The configuration of this run with everything resolved; it can be trained again as it is.\n\n"
         (self.folder / CONFIG).write_text(text + plan.config.to_toml(), encoding="utf-8")
         self._every = plan.config.run.log_every
-        # Line by line: what was measured is there however the run ends.
-        self._metrics = open(self.folder / METRICS, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
-        self._metrics.writelines(before)
+        # Line by line, and in one move what there was: it is there however and whenever the run ends.
+        fresh = self.folder / f"{METRICS}.new"
+        fresh.write_text("".join(before), encoding="utf-8")
+        fresh.replace(self.folder / METRICS)
+        self._metrics = open(self.folder / METRICS, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         for event in note_events(plan):
             self._metrics.write(as_line(event) + "\n")
 

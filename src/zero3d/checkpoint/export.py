@@ -63,8 +63,8 @@ def export_checkpoint(
 ) -> Exported:
     """Writes the weights and buffers of a checkpoint into `folder`, which must be new or empty.
 
-    A checkpoint has the fp32 master weights of what is trained, and what is frozen as it is: `style.dtype` makes them
-    others. tell: is told (bytes, of so many) as it goes on. DataError: a file is not what was written; UsageError: the
+    They get the dtypes that the model has, where `style.dtype` asks for no other: a checkpoint has the fp32 master
+    weights of what is trained. tell: is told (bytes, of so many) as it goes on. DataError: a file is not what was written; UsageError: the
     folder cannot be used; OutOfSpaceError. Nothing is left in the folder then.
     """
     style = style or Style()
