@@ -156,6 +156,7 @@ def pace(go: threading.Event, *, room: int = ROOM, asked: threading.Event | None
             if asked is not None:
                 asked.set()
             super().before_update(shard)
+            assert sum(copy.nbytes for copy in self._copies.values()) <= room, "copies take more than they may"
 
     save.Snapshot = Paced  # type: ignore[misc]
 

@@ -125,7 +125,7 @@ def writing_fails(folder: Path, problem: Callable[[Path], None]) -> tuple[Any, b
     saved(engine, folder, step=1)
     real = mine.write
     if engine.rank == 1:
-        mine.write = lambda plan, path: problem(path)  # type: ignore[assignment, return-value]
+        mine.write = lambda plan, path, *_: problem(path)  # type: ignore[assignment, return-value]
     engine.step(DATA)
     error = raised(lambda: saved(engine, folder, step=2))
     mine.write = real
@@ -173,7 +173,7 @@ def dies_while_saving(folder: Path) -> None:
     engine.step(DATA)
     saved(engine, folder, step=1)
     if engine.rank == 1:
-        mine.write = lambda plan, path: os._exit(1)  # type: ignore[assignment]
+        mine.write = lambda plan, path, *_: os._exit(1)  # type: ignore[assignment]
     saved(engine, folder, step=2)
 
 
