@@ -1,6 +1,7 @@
 """The order of the parallelisms, once: model -> tensor -> pipeline -> weights -> recompute -> zero -> optimizer."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -62,9 +63,10 @@ class Parts:
 
     def close(self) -> None:
         """Modules and gradients are the user's again; weights can still be gathered, read and written."""
-        self.replica.publish(self.optimizer.flush())
-        for part in (self.replica, self.homes, self.pipeline, self.tensor, self.randomness, *self.recomputed):
-            part.close()
+        with ExitStack() as closing:  # Whatever goes wrong with one of them.
+            for part in (*self.recomputed, self.randomness, self.tensor, self.pipeline, self.homes, self.replica):
+                closing.callback(part.close)
+            self.replica.publish(self.optimizer.flush())
 
     @property
     def stages(self) -> Mapping[int, ModelStage]:
@@ -102,7 +104,6 @@ def assemble(
     tensor.watch(model, blocks)
     scaler = Scaler(enabled=dtypes.compute_rule is torch.float16)
     pipeline.open(loss, partial(scaler.for_loss, axis), blocks)
-    counts = {info.name: tensor.counts(info.name) and pipeline.placed.counts(info.name) for info in infos}
     return Parts(
         model=model,
         infos=infos,
@@ -117,7 +118,7 @@ def assemble(
         recomputed=recomputed,
         replica=replica,
         counts_norms=mesh.counts_norms,
-        uncounted=frozenset(name for name, counted in counts.items() if not counted),
+        uncounted=frozenset(i.name for i in infos if not (tensor.counts(i.name) and pipeline.placed.counts(i.name))),
         speaks=pipeline.speaks and mesh.axes["tp"].index == 0,
         shared=frozenset(shared),  # What no rank of one stage used, another's may have.
         sums=(tensor.partial(replica.shards), Tied(mesh.axes["pp"], shared, replica.shards)),

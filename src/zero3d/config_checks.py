@@ -215,6 +215,13 @@ def _offload_problems(config: "Config") -> Iterator[Problem]:
             'offload.fraction = "auto" does not know what the device has room for',
             "Set offload.device_mb to the MB that model states may take there, or a fraction of at most 1.",
         )
+    if offload.delayed_update and offload.fraction != 1.0:
+        yield Problem(
+            "offload.delayed_update",
+            f"offload.delayed_update = {offload.delayed_update} and offload.fraction = {json.dumps(offload.fraction)}: "
+            "what stays on the device would be updated in time, and the rest late",
+            "Leave one of the two out.",
+        )
     if offload.fraction != "auto" and offload.device_mb is not None:
         yield Problem(
             "offload.device_mb",

@@ -174,8 +174,7 @@ class Engine:
         self._mesh.enter_step(0)
         self._sent.update({name: axis.sent_bytes - sent[name] for name, axis in self._mesh.axes.items()})
         self._sample, self._last = next(iter(own(micro_batches)), self._sample), done
-        self._steps += 1
-        self._updates += done.updated
+        self._steps, self._updates = self._steps + 1, self._updates + done.updated
         if self.config.run.check_every and self._steps % self.config.run.check_every == 0:
             self.check_replicas()
         return StepReport(
@@ -317,6 +316,7 @@ class Engine:
         self._access.close()
         self._closed = True
         self._take(edit(self._parts, self._mesh.sharding, change, self._assemble))
+        self._parts.optimizer.go_on_from(self._updates)
         self._closed = False
 
     def check_replicas(self) -> None:

@@ -325,3 +325,56 @@ def test_what_fails_in_an_update_ends_the_process() -> None:
     ended."""
     ran = subprocess.run([sys.executable, "-c", RAISES], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 1 and ran.stderr.strip().endswith("ValueError: it fails in an update"), ran.stderr
+
+
+# A parameter that no rank used in a step: what goes up for it is not what else the staging buffer held.
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.c(self.b(h) if float(x[0, 0]) > 0 else h)
+
+
+def leave_out(level: int, offload: dict[str, Any]) -> tuple[list[float], bool]:
+    """Losses, and whether what the model computes with is what the optimizer has."""
+    torch.manual_seed(0)
+    options = {"zero": {"level": level, "bucket_mb": 1e-6}, "offload": offload}
+    engine = zero3d.Engine(Branches(), lambda y, _: (y.square().sum(), y.numel()), "adamw", options)
+    losses = []
+    for step, sign in enumerate([1, 1, -1, 1, -1, -1, 1]):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).abs() * sign
+        losses.append(engine.step(x).loss)
+    with engine.gathered() as model:
+        computing = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    same = all(torch.equal(value, computing[name]) for name, value in engine.full_state_dict().items())
+    engine.close()
+    return losses, same
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_what_no_rank_used_in_a_step_keeps_its_weights(level: int) -> None:
+    plain = run_ranks(2, leave_out, level, {})
+    assert run_ranks(2, leave_out, level, {"optimizer": "host"}) == plain
+    assert all(same for _, same in plain)
+
+
+UNCLOSED = """
+import torch, zero3d
+from torch import nn
+model = nn.Sequential(*[nn.Linear(700, 700) for _ in range(8)])
+options = {"zero": {"level": 2, "bucket_mb": 1}, "offload": {"optimizer": "host"}}
+engine = zero3d.Engine(model, lambda y, batch: y.square().mean(), "adamw", options)
+for _ in range(2):
+    engine.step(torch.randn(2, 700))
+"""
+
+
+def test_a_script_that_closes_nothing_ends() -> None:
+    """Its last updates, which make jobs of other queues, are under way when the main thread ends."""
+    done = subprocess.run([sys.executable, "-c", UNCLOSED], cwd=ROOT, timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -64,8 +64,8 @@ def export_checkpoint(
     """Writes the weights and buffers of a checkpoint into `folder`, which must be new or empty.
 
     They get the dtypes that the model has, where `style.dtype` asks for no other: a checkpoint has the fp32 master
-    weights of what is trained. tell: is told (bytes, of so many) as it goes on. DataError: a file is not what was written; UsageError: the
-    folder cannot be used; OutOfSpaceError. Nothing is left in the folder then.
+    weights of what is trained. tell: is told (bytes, of so many) as it goes on. DataError: a file is not what was
+    written; UsageError: the folder cannot be used; OutOfSpaceError. Nothing is left in the folder then.
     """
     style = style or Style()
     entries = {entry.name: entry for entry in found.manifest.tensors if entry.kind != "state"}

@@ -2,13 +2,16 @@
 of its own. On a CPU the same queues run the same jobs in the same order.
 """
 
+import atexit
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from functools import partial
 from queue import SimpleQueue
-from threading import current_thread
+from threading import Thread, current_thread
 from time import perf_counter
 from typing import Any
+from weakref import WeakSet, finalize
 
 import torch
 from torch import Tensor
@@ -17,6 +20,7 @@ from zero3d.contracts import Watcher
 from zero3d.unwatched import UNWATCHED
 
 Job = Callable[[], Any]
+Jobs = SimpleQueue[tuple[Future[Any], Job] | None]
 
 THREAD = "zero3d queue "
 """How the names of the queues' threads begin."""
@@ -48,7 +52,14 @@ class Queue:
         self.watcher: Watcher = UNWATCHED
         self._busy = self._waited = 0.0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix=f"{THREAD}{name}", initializer=self._begin)
+        self._jobs: Jobs = SimpleQueue()
+        # A daemon, which knows the jobs alone: it ends with a queue that nobody closed, and the process need not wait
+        # for it. (An executor's threads take no further jobs once the main thread has ended, and these make some.)
+        self._thread = Thread(target=_work, args=(self._jobs, self._stream), name=f"{THREAD}{name}", daemon=True)
+        self._thread.start()
+        self._dropped = finalize(self, self._jobs.put, None)
+        self._dropped.atexit = False
+        _open.add(self)
 
     def announce(self, what: str) -> AbstractContextManager[None]:
         """For `put`, where a job is put later than in the step that it is of."""
@@ -62,7 +73,11 @@ class Queue:
         if self._stream is not None:
             ready = torch.cuda.Event(blocking=True)
             ready.record(torch.cuda.current_stream(self.device))
-        return Ticket(self, self._threads.submit(self._run, job, ready, watched))
+        if not self._dropped.alive:
+            raise RuntimeError(f"the queue {self.name} is closed")
+        future: Future[Any] = Future()
+        self._jobs.put((future, partial(self._run, job, ready, watched)))
+        return Ticket(self, future)
 
     def take_seconds(self) -> tuple[float, float]:
         """(that its jobs took, that the rank waited for them) since it was asked last."""
@@ -72,7 +87,14 @@ class Queue:
 
     def close(self) -> None:
         """Waits for what is under way."""
-        self._threads.shutdown()
+        self._dropped()
+        self._thread.join()
+        _open.discard(self)
+
+    def flush(self) -> None:
+        """Waits for the jobs that it has now, however they end."""
+        if self._dropped.alive:
+            self.put(_nothing, "").wait()
 
     def waited_for(self, future: "Future[Any]") -> None:
         began = perf_counter()
@@ -80,11 +102,6 @@ class Queue:
         # A GPU's backward runs in a thread of autograd's; that a job waits for another's is no standing still.
         if not current_thread().name.startswith(THREAD):
             self._waited += perf_counter() - began
-
-    def _begin(self) -> None:
-        """The device and the stream are the thread's for good: each would begin with the first GPU."""
-        if self._stream is not None:
-            torch.cuda.set_stream(self._stream)
 
     @torch.no_grad()
     def _run(self, job: Job, ready: Any, watched: AbstractContextManager[None]) -> Any:
@@ -101,6 +118,38 @@ class Queue:
             return done
         finally:
             self._busy += perf_counter() - began
+
+
+def _work(jobs: "Jobs", stream: Any) -> None:
+    """A queue's thread."""
+    if stream is not None:
+        # Device and stream are the thread's for good: each would begin with the first GPU.
+        torch.cuda.set_stream(stream)
+    while (one := jobs.get()) is not None:
+        future, run = one
+        try:
+            future.set_result(run())
+        except BaseException as error:
+            future.set_exception(error)
+        del one, future, run  # They would live until the next job.
+
+
+def _nothing() -> None:
+    return None
+
+
+_open: "WeakSet[Queue]" = WeakSet()
+
+
+def _finish() -> None:
+    """The process ends, and engines that nobody closed have jobs, which make jobs of other queues: all are done, as a
+    thread that torch runs in must not be cut off."""
+    for _ in range(3):
+        for queue in list(_open):
+            queue.flush()
+
+
+atexit.register(_finish)
 
 
 def settled(device: torch.device) -> None:

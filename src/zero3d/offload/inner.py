@@ -40,10 +40,16 @@ class HostInner(Inner):
         if self._chunked is not None:
             self.set_lr(lr)
             self._chunked.step(gradients, scale, outs)
+            # The memory of `outs` has other things in it where nothing is written.
+            outs = [out if gradient is None else None for gradient, out in zip(gradients, outs)]
+            self._copy(outs)
             return
         scales = self.can_scale and all(one is None or one.dtype == torch.float32 for one in gradients)
         scaled = [None if one is None else _widened(one, None if scales else scale) for one in gradients]
         self.step(scaled, lr, scale if scales else None)
+        self._copy(outs)
+
+    def _copy(self, outs: Sequence[Tensor | None]) -> None:
         for tensor, out in zip(self._tensors, outs):
             if out is not None:
                 out.copy_(tensor)

@@ -47,7 +47,8 @@ class HostPieces:
     def __init__(self, assignment: Assignment, shard: HostShard, workers: Workers, memory: Memory) -> None:
         self._shard = shard
         self._memory = memory
-        self.states: dict[str, Tensor] = {}
+        self.states: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._others: dict[tuple[object, ...], Tensor] = {}
         self._parts: list[tuple[list[Piece], HostInner]] = []
         for rule, found in by_rule(assignment, [shard]).items():
             pieces = [piece for _, piece in found]
@@ -55,22 +56,31 @@ class HostPieces:
             self._parts.append((pieces, HostInner(rule, named, workers, partial(self._state, pieces))))
 
     def keep(self) -> None:
-        """What an optimizer made as state by itself is kept with the master weights from now on."""
+        """What an optimizer made as state by itself is kept with the master weights from now on; what it keeps twice,
+        once."""
         for pieces, inner in self._parts:
             for index, piece in enumerate(pieces):
+                found: dict[int, Tensor] = {}
                 for key, value in inner.fresh_state(index):
-                    if value.numel() == piece.stop - piece.start:
-                        kept = self._state(pieces, index, key, value.dtype).view(value.shape).copy_(value)
-                    else:
-                        kept = self._memory.keep(f"{self._shard.bucket.label} {piece.name} {key}", value)
-                    inner.replace_state(index, key, kept)
+                    if id(value) not in found:
+                        found[id(value)] = self._kept(pieces, index, piece, key, value)
+                    inner.replace_state(index, key, found[id(value)])
+
+    def _kept(self, pieces: Sequence[Piece], index: int, piece: Piece, key: str, value: Tensor) -> Tensor:
+        if value.numel() == piece.stop - piece.start:
+            return self._state(pieces, index, key, value.dtype).view(value.shape).copy_(value)
+        other = piece.start, key, value.dtype, value.shape
+        if other in self._others:  # Made anew, as some do in every step.
+            return self._others[other].copy_(value)
+        self._others[other] = self._memory.keep(f"{self._shard.bucket.label} {piece.name} {key}", value)
+        return self._others[other]
 
     def _state(self, pieces: Sequence[Piece], index: int, key: str, dtype: torch.dtype) -> Tensor:
         """Of one piece [n], zeros at first."""
-        if key not in self.states:
+        if (key, dtype) not in self.states:
             label = f"{self._shard.bucket.label} {key}"
-            self.states[key] = self._memory.zeros(label, self._shard.master.numel(), dtype)
-        return self.states[key][pieces[index].start : pieces[index].stop]
+            self.states[key, dtype] = self._memory.zeros(label, self._shard.master.numel(), dtype)
+        return self.states[key, dtype][pieces[index].start : pieces[index].stop]
 
     def step(self, gradient: Tensor, out: Tensor | None, lr: float, scale: float, unused: frozenset[str]) -> None:
         for pieces, inner in self._parts:
@@ -242,17 +252,17 @@ class OffloadedOptimizer:
             pieces.step(gradient, None if shard.weights is shard.master else shard.weights, lr, scale, unused)
         else:
             lent = self._staging.take(shard.weights.numel(), shard.weights.dtype)
-            try:
-                pieces.step(gradient, lent.tensor, lr, scale, unused)
-            except BaseException:
-                lent.give()  # The updates behind would wait for it without end.
-                raise
 
             def lift() -> None:
                 with lent as new:
                     self._lift(new, shard)
 
-            update.up = self._queues.up.put(lift, shard.bucket.label, update.lifting)
+            try:
+                pieces.step(gradient, lent.tensor, lr, scale, unused)
+                update.up = self._queues.up.put(lift, shard.bucket.label, update.lifting)
+            except BaseException:
+                lent.give()  # The updates behind would wait for it without end.
+                raise
         pieces.keep()
         self._memory.behind(self._kept(shard))
 

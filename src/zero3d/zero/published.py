@@ -58,9 +58,9 @@ class PublishedWeights:
         self._hooks.append(model.register_forward_hook(spread, always_call=True))
 
     def unwatch(self) -> None:
-        self.open()
         for hook in self._hooks:
             hook.remove()
+        self.open()
 
     def leave(self) -> None:
         self.open()
@@ -119,8 +119,9 @@ class PublishedWeights:
             self._spread_next()
 
     def _spread_next(self) -> None:
-        shard = self._updating.pop(next(iter(self._updating)))
-        shard.updated.wait()
+        bucket, shard = next(iter(self._updating.items()))
+        shard.updated.wait()  # What went wrong with it is raised whenever somebody comes to it.
+        del self._updating[bucket]
         self._spread(shard)
 
     def _receive(self, bucket: Bucket) -> None:
