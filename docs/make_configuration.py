@@ -33,7 +33,7 @@ A configuration is a TOML file with the sections below. Every key has a default,
 `run.seed`, `run.steps` (for the schedule) and `run.timeout_seconds`; `model.blocks`; of `[optimizer]` the schedule and
 `clip_norm`, and the settings of an optimizer that is given by name; and all of `[parallel]`, `[zero]`, `[offload]`,
 `[precision]` and `[recompute]`. `parallel.micro_batch` cuts what each call of `engine.step` is given; where
-`data.global_batch` is set, it is checked against the ranks. `[checkpoint]` is for `zero3d train` alone: `engine.save` is
+`data.global_batch` is set, it is checked against the ranks. `[checkpoint]` is for `zero3d train`: `engine.save` is
 told what to do.
 """
 
