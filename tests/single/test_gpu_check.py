@@ -48,8 +48,9 @@ def test_every_run_is_measured(table: dict[str, Any]) -> None:
         assert one["host"] == pytest.approx(one["planned_host"], rel=NEAR, abs=0)
         assert one["measured_peak"] < 1.5 * one["planned_peak"]
         assert one["left_after_close"] == 0 and one["step_seconds"] > 0
+        # What a step leaves under way counts for the next one, and with so few there may be none.
         worked = [one["split"][key] for key in ("down", "update", "up")]
-        assert all(seconds > 0 for seconds in worked) == bool(one["offload"])
+        assert (sum(worked) > 0) == bool(one["offload"])
 
 
 def test_levels_and_offload_have_the_same_losses(table: dict[str, Any]) -> None:
