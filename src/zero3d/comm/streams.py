@@ -32,7 +32,6 @@ class Ticket:
     def __init__(self, queue: "Queue", future: "Future[Any]") -> None:
         self._queue = queue
         self._future = future
-        self._event: Any = None
 
     def wait(self) -> None:
         """On the caller's thread; on a GPU what the caller's stream does next comes after what the job did."""

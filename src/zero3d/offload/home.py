@@ -62,6 +62,12 @@ class HostShard(Shard):
                 yield self.kinds[1], gradient
 
 
+def are_masters(dtype: torch.dtype, *, in_memory: bool, delays: bool) -> bool:
+    """Whether weights of `dtype` that are on the host are their own master weights: not where these are in files, nor
+    where a late update runs while the weights are used."""
+    return dtype == torch.float32 and in_memory and not delays
+
+
 class HostHome:
     """The `Home` of shards that are offloaded. `memory`: where what lives over steps is kept."""
 
@@ -87,8 +93,8 @@ class HostHome:
 
     def shard(self, bucket: Bucket, span: slice, initial: Tensor, weights: Tensor, held: torch.dtype) -> HostShard:
         numel = initial.numel()
-        in_place = self._memory.kind == "host" and not self._delays  # A late update runs while the weights are used.
-        same = self._weights_here and weights.dtype == torch.float32 and in_place
+        kept_in_memory = self._memory.kind == "host"
+        same = self._weights_here and are_masters(weights.dtype, in_memory=kept_in_memory, delays=self._delays)
         return HostShard(
             bucket=bucket,
             span=span,

@@ -23,7 +23,7 @@ from zero3d.mapped import kept_copy
 from zero3d.offload import budget, machine
 from zero3d.offload.adamw import Workers
 from zero3d.offload.disk import StateFiles
-from zero3d.offload.home import HostHome
+from zero3d.offload.home import HostHome, are_masters
 from zero3d.offload.memory import HOST, FileMemory, HostMemory, Memory
 from zero3d.offload.queues import Queues, Seconds
 from zero3d.offload.update import OffloadedOptimizer
@@ -165,8 +165,8 @@ class Offloaded:
     def _widths(self, bucket: Bucket, ranks: int, whole: bool) -> budget.HostWidths:
         compute = self._compute(bucket)
         held, wire = self._dtypes.held(compute), self._dtypes.wire(compute)
-        in_place = self._options.optimizer == "host" and not self._options.delayed_update
-        same = self._weights_here and compute == torch.float32 and in_place
+        in_memory, delays = self._options.optimizer == "host", self._options.delayed_update > 0
+        same = self._weights_here and are_masters(compute, in_memory=in_memory, delays=delays)
         return budget.HostWidths(
             weight=compute.itemsize,
             gradient=held.itemsize,
@@ -183,11 +183,11 @@ class Offloaded:
             chosen = budget.choose([bucket.shard_numel for bucket in trained], fraction)
             return [trained[index] for index in chosen]
         compute = self._compute(trained[0])
-        weights = 0 if self._weights_here else compute.itemsize * (ranks if self._config.zero.level < 3 else 1)
+        parts = ranks if self._config.zero.level < 3 else 1  # of a bucket's weights that the device keeps
+        weights = 0 if self._weights_here else compute.itemsize * parts
         gradients = self._dtypes.held(compute).itemsize * (ranks if whole else 1)
         state = 4 * self._moments + (4 if compute != torch.float32 else 0)
         frozen = [bucket for bucket in buckets if not bucket.trainable and not self._weights_here]
-        parts = ranks if self._config.zero.level < 3 else 1
         chosen = budget.choose(
             [bucket.shard_numel for bucket in trained],
             "auto",

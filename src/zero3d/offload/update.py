@@ -179,12 +179,11 @@ class OffloadedOptimizer:
     def set_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Whole optimizer states by parameter name, the same on every rank, become those of the pieces."""
         for shard in self._away:
-            shard.settle()
-            for piece, inner, index in self._pieces[shard].each():
-                if piece.name in states:
-                    own = {key: _to_host(cut(value, piece)) for key, value in states[piece.name].items()}
-                    inner.set_state(index, own)
-            self._pieces[shard].keep()
+            named = [piece for piece in shard.pieces if piece.name in states]
+            self.set_state_of(
+                shard,
+                {piece.name: {key: cut(value, piece) for key, value in states[piece.name].items()} for piece in named},
+            )
         self._beside.set_states(states)
 
     @property
