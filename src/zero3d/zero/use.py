@@ -219,8 +219,8 @@ class Uses:
                 break
         else:
             return
-        if not torch.is_grad_enabled():
-            return
+        if not torch.is_grad_enabled() or (output is None and in_backward()):
+            return  # A recomputation stops, without an output, where all is there that was wanted.
         found = list(tensors_in(output))
         outputs = [*needing_grad(found), *self._put_aside(self._modules[unit])]
         visit = Visit(self, unit.needs, self._last, self._root)
