@@ -104,6 +104,7 @@ def first(tree: dict[str, Any], *path: Any) -> Any:
 
 
 PIECES = ("tensors", 0, "parts", 0, "pieces")
+NUMBER = ("numbers", "w", "step")
 CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "no file name": lambda tree: tree["files"][0].update(name="../rank-00000.safetensors"),
     "an absolute path": lambda tree: tree["files"][0].update(name="/etc/passwd"),
@@ -123,6 +124,15 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "another shape": lambda tree: first(tree, "tensors", 0).update(shape=[3, 4]),
     "a huge shape": lambda tree: first(tree, "tensors", 0).update(shape=[3, 2**62]),
     "another dtype": lambda tree: first(tree, "tensors", 0).update(dtype="C64"),
+    "a number of no dtype": lambda tree: first(tree, *NUMBER).update(dtype="F31"),
+    "a text for a number": lambda tree: first(tree, *NUMBER).update(value="three"),
+    "too large a number": lambda tree: first(tree, *NUMBER).update(value=1e300),
+    "half an integer": lambda tree: first(tree, *NUMBER).update(dtype="I64", value=0.5),
+    "too large an integer": lambda tree: first(tree, *NUMBER).update(dtype="U8", value=256),
+    "a negative count": lambda tree: first(tree, *NUMBER).update(dtype="U8", value=-1),
+    "too large, without elements": lambda tree: first(tree, "tensors", 2).update(shape=[0, 2**61]),
+    "an endless step": lambda tree: tree.update(step=10**30),
+    "updates that are none": lambda tree: tree.update(extra={"updates": "many"}),
     "no number": lambda tree: tree.update(step=True),
     "an unknown key": lambda tree: tree.update(more=1),
     "twice": lambda tree: tree["tensors"].append(tree["tensors"][0]),
@@ -135,6 +145,15 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
 def test_what_cannot_be_is_refused_however_well_it_is_signed(name: str) -> None:
     with pytest.raises(DataError):
         parse(changed(CHANGES[name]), WHERE)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [("F16", 65504.0), ("F32", "nan"), ("F64", "-inf"), ("I8", -128), ("U64", 2**64 - 1), ("BOOL", True), (None, "x")],
+)
+def test_numbers_that_a_tensor_can_have_are_read(dtype: str | None, value: object) -> None:
+    text = changed(lambda tree: first(tree, *NUMBER).update(dtype=dtype, value=value))
+    assert parse(text, WHERE).numbers["w"]["step"] == Number(dtype=dtype, value=value)  # type: ignore[arg-type]
 
 
 def test_what_json_has_no_word_for_is_no_manifest() -> None:

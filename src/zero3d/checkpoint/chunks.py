@@ -30,12 +30,23 @@ class Checksums:
     def add(self, data: memoryview) -> None:
         at = 0
         while at < len(data):
+            if self._room == CHUNK and len(data) - at >= CHUNK:
+                at = self._add_whole(data, at)
+                continue
             portion = data[at : at + self._room]
             self._open = zlib.crc32(portion, self._open)
             self._room -= len(portion)
             at += len(portion)
             if not self._room:
                 self._close()
+
+    def _add_whole(self, data: memoryview, at: int) -> int:
+        """All whole chunks from `at` on. -> where they end."""
+        end = len(data) - (len(data) - at) % CHUNK
+        crc32 = zlib.crc32
+        for start in range(at, end, CHUNK):
+            self._table += crc32(data[start : start + CHUNK]).to_bytes(ENTRY, "little")
+        return end
 
     def table(self) -> bytes:
         """All of it; nothing is added after."""
@@ -51,7 +62,7 @@ class Checksums:
 def first_wrong(table: Sequence[int], first: int, data: memoryview) -> int | None:
     """The chunk that is not what `table` says; None where all are. `data`: whole chunks from number `first` on, but for
     the file's last."""
-    for number, start in enumerate(range(0, len(data), CHUNK), start=first):
-        if zlib.crc32(data[start : start + CHUNK]) != table[number]:
-            return number
-    return None
+    crc32 = zlib.crc32
+    found = [crc32(data[start : start + CHUNK]) for start in range(0, len(data), CHUNK)]
+    expected = table[first : first + len(found)]
+    return next((first + at for at, (one, other) in enumerate(zip(found, expected)) if one != other), None)

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from zero3d.checkpoint.manifest import MANIFEST, OTHER, Manifest, parse
 from zero3d.checkpoint.place import NAME as NAME
-from zero3d.checkpoint.place import Place
+from zero3d.checkpoint.place import Place, Url, place
 from zero3d.checkpoint.place import name_of as name_of
 from zero3d.checkpoint.storage import storage_of
 from zero3d.errors import DataError, UsageError
@@ -19,7 +19,7 @@ Somewhere = TypeVar("Somewhere", bound=Place)
 class Found:
     """The newest whole checkpoint; `skipped`: newer ones and why they cannot be used."""
 
-    path: Path
+    path: Path | Url
     manifest: Manifest
     skipped: tuple[str, ...]
 
@@ -84,15 +84,15 @@ def check_size(path: Place, size: int) -> None:
         raise DataError(f"{found} bytes, where {size} were written", where=str(path), hint=OTHER)
 
 
-def newest(folder: str | os.PathLike[str]) -> Found:
+def newest(folder: str | os.PathLike[str] | Url) -> Found:
     """The newest whole checkpoint in `folder`, by its manifest and the sizes of its files. DataError: there is none."""
     skipped: list[str] = []
-    for path in candidates(Path(folder)):
+    for path in candidates(place(folder)):
         try:
             return Found(path, whole(path)[1], tuple(skipped))
         except DataError as error:
             skipped.append(f"{path.name}: {error}".splitlines()[0])
-    raise none_in(Path(folder), skipped)
+    raise none_in(place(folder), skipped)
 
 
 def none_in(folder: Place, skipped: list[str]) -> DataError:

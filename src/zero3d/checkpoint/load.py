@@ -2,10 +2,11 @@
 
     rank 0     finds the newest whole checkpoint, and tells the others its manifest
     all        is it this model's? nothing has been written yet
-    each       reads its ranges, checked as they come
-    all        weights go where the model computes with them
+    each       reads its ranges beside what there is, checked as they come
+    all        have read all they want: it takes the place of what there was
 
-A checkpoint that turns out to be damaged while it is read gives way to the one before it.
+A checkpoint that turns out to be damaged while it is read gives way to the one before it; where there is none, no rank
+has changed anything. Until all have read, a rank has room for as much as it will hold once more.
 """
 
 import json
@@ -29,8 +30,6 @@ from zero3d.checkpoint.wanted import Wanted
 from zero3d.comm.mesh import Mesh
 from zero3d.comm.roll import PATIENCE, call_roll
 from zero3d.errors import DataError
-
-DAMAGED = "Weights here are partly those of a damaged checkpoint: make a new engine."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +70,9 @@ def load(
     allow_missing: what the checkpoint lacks stays as it is, state of the optimizer begins anew, and what it has
     besides is left out.
 
-    An error is the same one on every rank: `DataError` where there is no whole checkpoint; `UsageError`, with nothing
-    written, where it is another model's; `DivergedError` if ranks have not come within `patience` seconds.
+    An error is the same one on every rank, and has changed nothing on any: `DataError` where there is no whole
+    checkpoint; `UsageError` where it is another model's; `DivergedError` if ranks have not come within `patience`
+    seconds.
     """
     call_roll("load", patience)
     loading = Loading(Together(mesh.everyone, mesh.device), Holdings(parts, mesh), place(folder))
@@ -98,7 +98,6 @@ class Loading:
         self._holdings = holdings
         self._folder = folder
         self._left = together.first("looking for checkpoints", lambda: folders.candidates(folder)) or []
-        self._touched = False
         self.skipped: list[str] = []
 
     def try_next(self, *, allow_missing: bool) -> Loaded:
@@ -110,10 +109,10 @@ class Loading:
         do("comparing it with the model", lambda: fitting.check(allow_missing=allow_missing))
         _receive(parts)
         wanted = do("looking for what it needs", lambda: Wanted(self._holdings, fitting))
-        self._touched = True
         try:
             read = do("reading", lambda: carry_out(wanted.jobs, path, manifest))
         except DataError as error:
+            wanted.let_go()
             raise DamagedError(path, error) from error
         do("taking over what it read", wanted.keep)
         parts.replica.publish([*parts.replica.frozen, *parts.replica.shards])
@@ -135,8 +134,7 @@ class Loading:
                 return path, folders.whole(path)[0]
             except DataError as error:
                 self.skipped.append(_why(path, error))
-        none = folders.none_in(self._folder, self.skipped)
-        raise DataError(none.message, where=none.where, hint=DAMAGED if self._touched else none.hint)
+        raise folders.none_in(self._folder, self.skipped)
 
 
 def _why(path: Place, error: DataError) -> str:

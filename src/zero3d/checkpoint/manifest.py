@@ -41,6 +41,11 @@ ITEMSIZE: Final = {
     "BOOL": 1,
 }
 """Bytes of an element, by safetensors' names of dtypes."""
+LARGEST: Final = {"F64": 1.7e308, "F32": 3.4e38, "F16": 65504.0, "BF16": 3.3e38, "F8_E4M3": 448.0, "F8_E5M2": 57344.0}
+"""Number of each dtype of real numbers."""
+MOST_STEPS: Final = 10**18
+NOT_FINITE: Final = ("nan", "inf", "-inf")
+"""As texts, which JSON has no numbers for."""
 FILE_NAME: Final = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"
 """Of a file in the checkpoint's folder: no path leads out of it."""
 OTHER: Final = "Take another checkpoint, or an undamaged copy of this one."
@@ -191,6 +196,11 @@ def parse(text: str, where: Place) -> Manifest:
 def problems(manifest: Manifest) -> Iterator[str]:
     """What cannot be: pieces that overlap, leave something out or lie outside their file, names that come twice."""
     seen = set[tuple[str, str, str]]()
+    if manifest.step >= MOST_STEPS:
+        yield f"step {manifest.step!s:.40}"
+    updates, own = manifest.extra.get("updates", 0), manifest.extra.get("own", {})  # What an engine keeps.
+    if not (isinstance(updates, int) and 0 <= updates < MOST_STEPS and isinstance(own, dict)):
+        yield "extra is not what an engine keeps"
     for one in manifest.files:
         if not 8 <= one.table <= one.size:
             yield f"{one.name} has its checksums at byte {one.table} of {one.size}"
@@ -201,11 +211,16 @@ def problems(manifest: Manifest) -> Iterator[str]:
             yield f"{entry.label} is listed twice"
         seen.add((entry.kind, entry.name, entry.key))
         yield from _of_entry(entry, manifest.files)
+    for name, of in manifest.numbers.items():
+        yield from (f"{key} of {name} is {one.value!r:.40} of {one.dtype:.40}" for key, one in of.items() if _odd(one))
 
 
 def _of_entry(entry: Entry, files: list[File]) -> Iterator[str]:
     if entry.dtype not in ITEMSIZE:
         yield f"{entry.label} has dtype {entry.dtype[:40]}"
+        return
+    if prod(max(extent, 1) for extent in entry.shape) >= 1 << 60:
+        yield f"{entry.label} has shape {entry.shape!s:.80}"
         return
     if entry.dim is not None and not 0 <= entry.dim < len(entry.shape):
         yield f"{entry.label} is cut along dim {entry.dim}, and has {len(entry.shape)}"
@@ -228,6 +243,19 @@ def _of_entry(entry: Entry, files: list[File]) -> Iterator[str]:
                 yield f"{entry.label} lies outside of {files[piece.file].name}"
             elif piece.offset % ITEMSIZE[entry.dtype]:
                 yield f"{entry.label} begins in the middle of an element of {files[piece.file].name}"
+
+
+def _odd(one: Number) -> bool:
+    """Whether no tensor of its dtype has such a value."""
+    value, dtype = one.value, one.dtype
+    if dtype is None:
+        return False
+    if dtype in LARGEST:
+        return value not in NOT_FINITE if isinstance(value, str | None) else abs(value) > LARGEST[dtype]
+    if dtype not in ITEMSIZE or not isinstance(value, int):
+        return True
+    bits = 1 if dtype == "BOOL" else 8 * ITEMSIZE[dtype] - (dtype[0] == "I")
+    return not -(1 << bits if dtype[0] == "I" else 0) <= value < 1 << bits
 
 
 def _covers(ranges: list[Range], extent: int) -> bool:

@@ -1,7 +1,8 @@
 """Ranges of files, checked as they are read: a rank reads the chunks that it wants something of, and no others.
 
-Files are read into one small buffer and copied from there. A mapped file would save that copy, and end the process
-where the file is cut short or its disk fails; so would an error not be one that can be told.
+What is one run of bytes is read where it is wanted; the rest, and chunks that are wanted in part, into one small buffer
+and copied from there. A mapped file would save that copy, and end the process where the file is cut short or its disk
+fails; so would an error not be one that can be told.
 """
 
 import sys
@@ -31,7 +32,8 @@ DTYPES: Final = {name: dtype for dtype, name in NAMES.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """`copy` from a piece, whose first element is byte `offset` of file number `file`, into the flat tensor `out`."""
+    """`copy` from a piece, whose first element is byte `offset` of file number `file`, into the flat tensor `out`, of
+    which nothing is used when the bytes turn out to be damaged."""
 
     file: int
     offset: int
@@ -96,12 +98,30 @@ class Reader:
         if fresh < end:
             data = self._buffer[fresh - base : end - base]
             self._take(data, fresh)
-            wrong = first_wrong(self._table, fresh // CHUNK, data)
-            if wrong is not None:
-                raise self._wrong(f"bytes {wrong * CHUNK} to {wrong * CHUNK + CHUNK} are not what was written")
+            self._check(fresh, data)
         self._last = (end - 1) // CHUNK
         self._kept = bytes(self._buffer[self._last * CHUNK - base : end - base])
         return self._buffer[start - base : stop - base]
+
+    def read_to(self, start: int, data: memoryview) -> None:
+        """Fills `data` with bytes from `start` on, however many."""
+        stop, at = start + len(data), start
+        first, last = -(-start // CHUNK) * CHUNK, stop // CHUNK * CHUNK
+        if first > start:
+            at = min(first, stop)
+            data[: at - start] = self.read(start, at)
+        for begin in range(at, last, BLOCK):
+            at = min(begin + BLOCK, last)
+            part = data[begin - start : at - start]
+            self._take(part, begin)
+            self._check(begin, part)
+        if at < stop:
+            data[at - start :] = self.read(at, stop)
+
+    def _check(self, start: int, data: memoryview) -> None:
+        wrong = first_wrong(self._table, start // CHUNK, data)
+        if wrong is not None:
+            raise self._wrong(f"bytes {wrong * CHUNK} to {wrong * CHUNK + CHUNK} are not what was written")
 
     def _read_table(self) -> Sequence[int]:
         raw = bytearray(self._file.size - self._file.table)
@@ -134,6 +154,10 @@ class Reader:
 def _fill(job: Job, reader: Reader) -> None:
     """Neighbouring rows at once where what lies between them would be read anyway; a long row block by block."""
     copy, width = job.copy, job.dtype.itemsize
+    if copy.rows == 1 and job.out.dtype == job.dtype and job.out.device.type == "cpu":
+        into = job.out[copy.target : copy.target + copy.length]
+        reader.read_to(job.offset + copy.source * width, into.view(torch.uint8).numpy().data)
+        return
     step, most = copy.source_step, BLOCK // width
     together = max(1, most // step) if step and (step - copy.length) * width < CHUNK else 1
     for row in range(0, copy.rows, together):

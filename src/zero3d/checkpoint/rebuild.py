@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zero3d.checkpoint.chunks import CHUNK
 from zero3d.checkpoint.manifest import ITEMSIZE, Entry, Manifest
+from zero3d.checkpoint.place import Url
 from zero3d.checkpoint.read import BLOCK, DTYPES, Reader
 from zero3d.checkpoint.slices import Span, copies, whole
 
@@ -32,7 +33,7 @@ def put(values: Tensor, span: Span, shape: Sequence[int], out: Tensor) -> None:
 class Rebuilder:
     """Reads the checkpoint `manifest` in `folder`, file by file as tensors need them, and checks what it reads."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path | Url, manifest: Manifest) -> None:
         self._folder = folder
         self._files = manifest.files
         self._buffer = bytearray(BLOCK + 3 * CHUNK)

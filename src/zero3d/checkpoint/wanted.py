@@ -18,7 +18,8 @@ States = dict[str, dict[str, Any]]
 
 
 class Wanted:
-    """Weights are read where they are; optimizer state and buffers beside what is there, until `keep`."""
+    """All is read beside what is there, until `keep`: nothing is half one and half the other, whatever turns out to be
+    damaged on some rank. Weights are read into the host's memory, so that a device needs no room for them."""
 
     def __init__(self, holdings: Holdings, fit: Fit) -> None:
         self._holdings = holdings
@@ -26,10 +27,13 @@ class Wanted:
         self._states: list[tuple[Shard, States]] = []
         self._whole: States = {}
         self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._weights: list[tuple[Tensor, Tensor]] = []
         self.jobs: list[Job] = []
         for held in holdings.weights():
             if held.name in fit.weights:
-                self.jobs += _jobs(fit.weights[held.name], held.span, held.tensor)
+                value = torch.empty(held.tensor.numel(), dtype=held.tensor.dtype)
+                self.jobs += _jobs(fit.weights[held.name], held.span, value)
+                self._weights.append((held.tensor, value))
         for shard in holdings.parts.replica.shards:
             self._states.append((shard, self._states_of(shard)))
         self._want_whole()
@@ -42,14 +46,24 @@ class Wanted:
     @torch.no_grad()
     def keep(self) -> None:
         """What was read is the state from now on. State that there was and that the checkpoint lacks is gone."""
+        self.jobs.clear()
+        while self._weights:
+            weight, value = self._weights.pop()
+            weight.copy_(value)
         optimizer = self._holdings.optimizer
-        for shard, states in self._states:
+        while self._states:  # What is kept is copied: two of all would be too much.
+            shard, states = self._states.pop()
             optimizer.set_state_of(shard, states)
             if shard.weights.data_ptr() != shard.master.data_ptr():  # Of another home nothing else brings them.
                 shard.weights.copy_(shard.master)
         optimizer.set_whole_state(self._whole)
         for buffer, value in self._buffers:
             buffer.copy_(value.view(buffer.shape))
+
+    def let_go(self) -> None:
+        """Of what was read: it takes room, and will not be kept."""
+        for one in (self.jobs, self._weights, self._states, self._whole, self._buffers):
+            one.clear()
 
     def _states_of(self, shard: Shard) -> States:
         found: States = {}
@@ -66,7 +80,7 @@ class Wanted:
                         hint="Resume with the optimizer that was saved, or give allow_missing to a checkpoint of "
                         "weights alone.",
                     )
-                value = torch.zeros(piece.stop - piece.start, dtype=DTYPES[entry.dtype], device=shard.master.device)
+                value = torch.empty(piece.stop - piece.start, dtype=DTYPES[entry.dtype], device=shard.master.device)
                 self.jobs += _jobs(entry, span, value)
                 state[entry.key] = value
         return found
@@ -79,7 +93,7 @@ class Wanted:
             device = next(shard.master.device for shard in shards if any(s.name == name for s in shard.bucket.slots))
             state = self._whole[name] = self._numbers(name, device)
             for entry in self._fit.states.get(name, ()):
-                value = torch.zeros(entry.shape, dtype=DTYPES[entry.dtype], device=device)
+                value = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=device)
                 self.jobs += _jobs(entry, Span(whole(entry.shape), 0, entry.numel), value.view(-1))
                 state[entry.key] = value
 
@@ -96,6 +110,7 @@ def _value(one: Number, device: torch.device) -> Any:
 
 
 def _jobs(entry: Entry, span: Span, out: Tensor) -> Iterator[Job]:
+    """Of `out`, flat, whose beginning is `span` of the tensor, and whose values do not matter yet."""
     dtype = DTYPES[entry.dtype]
     found, same = 0, False
     for piece, source in entry.spans():
@@ -103,4 +118,6 @@ def _jobs(entry: Entry, span: Span, out: Tensor) -> Iterator[Job]:
             found += copy.rows * copy.length
             same = same or source.part == span.part
             yield Job(file=piece.file, offset=piece.offset, dtype=dtype, copy=copy, out=out)
+    if found < out.numel():  # Padding is zeros.
+        out.zero_()
     assert found == (span.numel if same else number_of(span)), entry.label

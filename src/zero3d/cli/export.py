@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from zero3d.checkpoint.place import Url, place
 from zero3d.checkpoint.target import check_free
 from zero3d.cli import found
 from zero3d.cli.options import AsJson
@@ -28,9 +29,9 @@ UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**1
 
 def command(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint; of a run's folder the newest.")
+        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a URL of one; of a run the newest.")
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder, new or empty.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="A folder, new or empty.")],
     form: Annotated[
         str, typer.Option("--format", help="safetensors, or torch: one pickle file for torch.load.")
     ] = "safetensors",
@@ -50,11 +51,14 @@ def command(
         if dtype is not None and dtype not in DTYPES:
             raise UsageError(f"--dtype {dtype}", hint=f"It is one of {', '.join(DTYPES)}.")
         shard_bytes = bytes_of(max_shard_size)
+        folder = place(out)
+        if isinstance(folder, Url):
+            raise UsageError("what is exported goes to a folder of this machine", where=out, hint="Copy it from there.")
         taken = found.find(checkpoint)
+        check_free(folder)
         for skipped in taken.skipped:
             print(f"zero3d: not used: {skipped}", file=sys.stderr)
-        check_free(out)
-        done = _export(taken, out, form, dtype, shard_bytes)
+        done = _export(taken, folder, form, dtype, shard_bytes)
         _tell(taken, done, as_json=as_json)
 
     raise typer.Exit(reporting_errors(work, as_json=as_json))

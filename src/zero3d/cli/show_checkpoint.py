@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zero3d.checkpoint.manifest import ITEMSIZE, Entry, Manifest, Number
+from zero3d.checkpoint.place import Url
 from zero3d.cli import found
 from zero3d.cli.options import AsJson
 from zero3d.cli.progress import Bytes
@@ -27,7 +28,7 @@ DTYPES = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint"}
 
 
 def command(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint; of a run's folder the newest.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, or a URL of one; of a run the newest.")],
     verify: Annotated[bool, typer.Option("--verify", help="Read all files and compare their checksums.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -55,7 +56,7 @@ def command(
 
 
 def as_event(
-    place: Path, manifest: Manifest | None, why: str, problems: tuple[str, ...], *, verified: bool
+    place: Path | Url, manifest: Manifest | None, why: str, problems: tuple[str, ...], *, verified: bool
 ) -> dict[str, object]:
     """What programs read. why: what is wrong where `whole` is false; verified: whether checksums were compared."""
     event: dict[str, object] = {
@@ -112,7 +113,7 @@ def dtype_name(name: str) -> str:
     return DTYPES[kind] + name.removeprefix(kind).lower() if kind in DTYPES else name.lower()
 
 
-def _verified(place: Path, manifest: Manifest) -> str:
+def _verified(place: Path | Url, manifest: Manifest) -> str:
     """What is wrong; empty if nothing."""
     from zero3d.checkpoint.rebuild import Rebuilder
 
@@ -124,7 +125,7 @@ def _verified(place: Path, manifest: Manifest) -> str:
     return ""
 
 
-def _show(place: Path, manifest: Manifest | None, why: str, problems: tuple[str, ...], *, verified: bool) -> None:
+def _show(place: Path | Url, manifest: Manifest | None, why: str, problems: tuple[str, ...], *, verified: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 
