@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from zero3d.computed import is_fake
 from zero3d.errors import UsageError
 
 Values = Callable[[], Tensor]
@@ -39,7 +40,7 @@ class Blueprint:
         shape = tuple(self.model.get_parameter(name).shape)
         if tuple(out.shape) != shape:
             raise UsageError(f"{name} has shape {shape}, not {tuple(out.shape)}")
-        if out.device.type == "meta" or hasattr(out, "fake_mode"):
+        if out.is_meta or is_fake(out):
             return
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             out.copy_(self.values[name]())

@@ -1,6 +1,6 @@
 """What a rank really holds: counted from the live storages, each once."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -15,12 +15,18 @@ def held(parts: Parts) -> dict[str, int]:
     """kind -> bytes. Memory that serves two kinds counts for the first of `KINDS`; with offload "host", "disk" and
     "staging" follow, and the others are what the device holds."""
     kinds = (*KINDS, *parts.homes.kinds)
-    tensors: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
-    for kind, tensor in (*parts.replica.held(), *parts.optimizer.held(), *parts.homes.held()):
-        tensors[kind].append(tensor)
-    tensors["buffers"] += [*parts.axis.held(), *parts.model.buffers()]
+    found = list(tensors(parts))
     seen: set[int] = set()
-    return {kind: _fresh_bytes((one.untyped_storage() for one in tensors[kind]), seen) for kind in kinds}
+    return {kind: _fresh_bytes((one.untyped_storage() for of, one in found if of == kind), seen) for kind in kinds}
+
+
+def tensors(parts: Parts) -> Iterator[tuple[str, Tensor]]:
+    """(kind, tensor) of all that is held over steps; by kinds in the order of `held`, what serves two counts once."""
+    found = [*parts.replica.held(), *parts.optimizer.held(), *parts.homes.held()]
+    found += [("buffers", one) for axis in parts.axes for one in axis.held()]
+    found += [("buffers", one) for one in parts.model.buffers()]
+    kinds = (*KINDS, *parts.homes.kinds)
+    yield from sorted(found, key=lambda one: kinds.index(one[0]))
 
 
 def activations(parts: Parts, micro_batch: Batch) -> int:

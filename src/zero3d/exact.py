@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zero3d.computed import is_fake
+
 LIMBS = 24
 BIAS = 384
 """2**-384 lies below the last bit of the square of the smallest fp32 number; 24 limbs reach above the largest."""
@@ -59,8 +61,9 @@ def sum_of_squares(norms: Tensor) -> Tensor:
 
 
 def _by_exponent(at: Tensor, squares: Tensor) -> Tensor:
-    if torch.are_deterministic_algorithms_enabled():
-        # No order of these integers changes a bit, but torch refuses a GPU's bincount all the same.
+    if torch.are_deterministic_algorithms_enabled() or is_fake(at):
+        # No order of these integers changes a bit, but torch refuses a GPU's bincount all the same; so it does where
+        # how many bins there are would hang on values.
         sums = torch.zeros(len(_EXPONENTS), dtype=torch.int64, device=at.device)
         return sums.index_add_(0, at.to(torch.int64), squares.to(torch.int64))
     return torch.bincount(at, weights=squares, minlength=len(_EXPONENTS)).to(torch.int64)
@@ -78,8 +81,8 @@ def group_norms(flat: Tensor) -> Tensor:
     unsafe = (fast != fast.clamp(*_SAFE)) & (fast != 0)
     if flat.device.type != "cpu":
         return torch.where(unsafe, _wide_norms(groups), norms)
-    few = unsafe.nonzero().view(-1)
-    if few.numel():
+    if bool(unsafe.any()):
+        few = unsafe.nonzero().view(-1)
         norms[few] = groups[few].double().square_().sum(dim=1).sqrt_()
     return norms
 

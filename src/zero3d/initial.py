@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from zero3d.blueprint import Blueprint, Source, Values
+from zero3d.computed import computed
 from zero3d.errors import UsageError
 from zero3d.recording import Recorder
 from zero3d.reset import record_resets
 from zero3d.tape import Cell, Ref, entries_for, holds_data, is_unknown, leaves, name_entries, replay
 
 
+@computed
 def draw(source: nn.Module | Callable[[], nn.Module], seed: int) -> Blueprint:
     """The blueprint of `source`.
 

@@ -5,6 +5,8 @@ import mmap
 import torch
 from torch import Tensor
 
+from zero3d.computed import in_rehearsal
+
 MAPPED = 1 << 20
 """Bytes from which a buffer on the CPU gets a mapping of its own."""
 
@@ -16,12 +18,17 @@ def fresh(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     leave holes that stay with the process, and they go back to the system when they are dropped.
     """
     nbytes = numel * dtype.itemsize
-    if device.type != "cpu" or nbytes < MAPPED or not hasattr(mmap, "MAP_PRIVATE"):
+    if device.type != "cpu" or nbytes < MAPPED or not hasattr(mmap, "MAP_PRIVATE") or in_rehearsal():
         return torch.zeros(numel, dtype=dtype, device=device)
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapping, dtype=dtype, count=numel)
+
+
+def address(tensor: Tensor) -> tuple[int, int]:
+    """What tensors have in common that begin at one place in memory, even where they have no data."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * tensor.itemsize
 
 
 def kept_copy(source: Tensor, dtype: torch.dtype) -> Tensor:

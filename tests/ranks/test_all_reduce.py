@@ -11,22 +11,23 @@ from torch import Tensor
 from tests.world import run_ranks
 from zero3d.comm.lookout import Leg
 from zero3d.comm.process_axis import LARGE, ProcessAxis
+from zero3d.comm.wire import GroupWire
 
 
-class Counting(ProcessAxis):
+class Counting(GroupWire):
     """Counts the bytes that leave this rank."""
 
     sent = 0
 
-    def _leave(self, tensor: Tensor, to: int, tag: int) -> Leg:
+    def leave(self, tensor: Tensor, to: int, tag: int) -> Leg:
         self.sent += tensor.nbytes
-        return super()._leave(tensor, to, tag)
+        return super().leave(tensor, to, tag)
 
 
-def axis() -> Counting:
+def wire() -> Counting:
     group = dist.group.WORLD
     assert group is not None
-    return Counting(group, torch.device("cpu"))
+    return Counting(group)
 
 
 def of_rank(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -39,13 +40,14 @@ def in_order(size: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def sums(dtype: torch.dtype) -> list[tuple[int, int]]:
-    mine, found = axis(), []
+    counting, found = wire(), []
+    mine = ProcessAxis(counting, torch.device("cpu"))
     many = -(-LARGE // dtype.itemsize // 12) * 12
     for numel in (12, many - 12, many, 2 * many, many + 1):
-        tensor, mine.sent = of_rank(mine.index, numel, dtype), 0
+        tensor, counting.sent = of_rank(mine.index, numel, dtype), 0
         mine.all_reduce(tensor, "sums").wait()
         assert torch.equal(tensor, in_order(mine.size, numel, dtype)), (numel, dtype)
-        found.append((tensor.nbytes, mine.sent))
+        found.append((tensor.nbytes, counting.sent))
     return found
 
 
@@ -59,7 +61,7 @@ def test_sums_have_rank_order_and_many_elements_send_less(ranks: int) -> None:
 
 
 def several_at_once() -> None:
-    mine = axis()
+    mine = ProcessAxis(wire(), torch.device("cpu"))
     numel = LARGE // 4 * 3
     tensors = [of_rank(mine.index + 10 * number, numel, torch.float32) for number in range(3)]
     pending = [mine.all_reduce(tensor, "one of several") for tensor in tensors]

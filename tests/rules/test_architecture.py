@@ -27,11 +27,13 @@ PURE = [
     "comm/bucket.py",
     *(f"pipeline/{name}.py" for name in ("action", "bubbles", "legal", "partition", "picture", "simulate")),
     *(name for name in NAMES if name.startswith(("pipeline/schedules/", "planner/"))),
+    *(f"calibrate/{name}.py" for name in ("measured", "fit", "profile")),
     "offload/budget.py",
     "offload/machine.py",
     *(f"checkpoint/{name}.py" for name in ("slices", "manifest", "chunks", "folders", "target")),
     *(f"checkpoint/{name}.py" for name in ("place", "storage", "local", "remote")),
     *(f"trace/{name}.py" for name in ("span", "chrome", "timelines", "queue_rows", "picture")),
+    *(name for name in NAMES if name.startswith("report/")),
     "optim/clip.py",
     "optim/learning_rate.py",
     *(f"data/{name}.py" for name in ("sources", "tokenizers", "tokens", "prepare", "permutation", "byte_models")),
@@ -39,11 +41,12 @@ PURE = [
 """Parts without tensors and process groups."""
 
 ALLOWED = {
-    "comm": ["comm", "contracts", "errors", "layout", "mapped", "unwatched"],
+    "comm": ["comm", "computed", "contracts", "errors", "layout", "mapped", "unwatched"],
     "zero": [
         "zero",
         "comm",
         "blueprint",
+        "computed",
         "config",
         "contracts",
         "errors",
@@ -54,7 +57,18 @@ ALLOWED = {
         "recompute",
         "trees",
     ],
-    "optim": ["optim", "comm.bucket", "comm.flat", "zero.shard", "config", "contracts", "errors", "exact", "params"],
+    "optim": [
+        "optim",
+        "comm.bucket",
+        "comm.flat",
+        "computed",
+        "config",
+        "contracts",
+        "errors",
+        "exact",
+        "params",
+        "zero.shard",
+    ],
     "pipeline": [
         "pipeline",
         "comm.texts",
@@ -89,8 +103,9 @@ ALLOWED = {
         "errors",
         "layout",
         "offload.budget",
-        *(f"pipeline.{name}" for name in ("action", "schedules", "simulate")),
+        *(f"pipeline.{name}" for name in ("action", "partition", "schedules", "simulate")),
     ],
+    "calibrate": ["calibrate", "comm.mesh", "contracts", "layout", "offload.adamw", "planner.hardware"],
     "data": ["data", "config", "errors"],
     "models": ["models", "blueprint", "config", "errors"],
     "checkpoint": [
@@ -110,6 +125,7 @@ ALLOWED = {
     "offload": [
         "offload",
         *(f"comm.{name}" for name in ("bucket", "done", "mesh", "streams", "texts")),
+        "computed",
         "config",
         "contracts",
         "errors",
@@ -133,6 +149,20 @@ ALLOWED = {
         "pipeline.simulate",
         "records",
         "unwatched",
+    ],
+    "report": [
+        "report",
+        *(f"checkpoint.{name}" for name in ("folders", "manifest", "place")),
+        "cli.style",
+        "config",
+        "config_io",
+        "errors",
+        "layout",
+        *(f"pipeline.{name}" for name in ("action", "picture", "simulate")),
+        "planner.bubble",
+        "records",
+        *(f"trace.{name}" for name in ("queue_rows", "span", "timelines")),
+        "train",
     ],
 }
 """Package -> the parts of zero3d that it may import. Each parallelism knows an axis, and none of the others."""
@@ -239,6 +269,9 @@ def test_pure_parts_load_no_torch(name: str) -> None:
         "cli/show_layout.py",
         "cli/show_checkpoint.py",
         "cli/export.py",
+        "cli/report.py",
+        "cli/memory.py",
+        "cli/calibrate.py",
         "cli/checks.py",
     ],
 )
@@ -273,7 +306,7 @@ def test_only_comm_and_the_launcher_know_torch_distributed() -> None:
         or any(ast.unparse(node) == "torch.distributed" for node in ast.walk(tree(name)))
     }
     assert {name for name in using if not is_in(name, "comm")} == {"cli/launch.py"}
-    assert {name for name in using if is_in(name, "comm")} <= {"comm/mesh.py", "comm/process_axis.py"}
+    assert {name for name in using if is_in(name, "comm")} <= {"comm/mesh.py", "comm/process_axis.py", "comm/wire.py"}
 
 
 @pytest.mark.parametrize(("name", "most"), [("step.py", 90), ("assemble.py", 130)])

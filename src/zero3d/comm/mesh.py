@@ -24,7 +24,7 @@ class Mesh:
     """Where this process stands.
 
     hybrid: dp in groups, where ZeRO shards within each; model: the ranks that share one replica, pp outside tp;
-    everyone: all ranks. What is told over the last two is not counted.
+    everyone: all ranks. What is told over the last two is not counted. on_paper: nobody has started the other ranks.
     """
 
     layout: Layout
@@ -34,6 +34,7 @@ class Mesh:
     model: Axis
     everyone: Axis
     hybrid: HybridAxis | None = None
+    on_paper: bool = False
 
     @property
     def sharding(self) -> Axis:

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from zero3d.comm.done import DONE, Done
+from zero3d.mapped import address
 
 
 class SoloAxis:
@@ -38,6 +39,6 @@ class SoloAxis:
 
 
 def _copy(out: Tensor, source: Tensor) -> Done:
-    if out.data_ptr() != source.data_ptr():
+    if address(out) != address(source):
         out.copy_(source)
     return DONE

@@ -3,6 +3,7 @@ of its own. On a CPU the same queues run the same jobs in the same order.
 """
 
 import atexit
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -43,13 +44,15 @@ class Ticket:
 
 
 class Queue:
-    """Jobs in order. `watcher`: who is told of them from now on."""
+    """Jobs in order. `watcher`: who is told of them from now on. late: they run as late as can be, when somebody waits
+    for them, on that thread: on paper, where what is under way counts at its most."""
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device, *, late: bool = False) -> None:
         self.name = name
         self.device = device
         self.watcher: Watcher = UNWATCHED
         self._busy = self._waited = 0.0
+        self._late: deque[tuple[Future[Any], Job]] | None = deque() if late else None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._jobs: Jobs = SimpleQueue()
         # A daemon, which knows the jobs alone: it ends with a queue that nobody closed, and the process need not wait
@@ -75,7 +78,8 @@ class Queue:
         if not self._dropped.alive:
             raise RuntimeError(f"the queue {self.name} is closed")
         future: Future[Any] = Future()
-        self._jobs.put((future, partial(self._run, job, ready, watched)))
+        run = partial(self._run, job, ready, watched)
+        (self._jobs.put if self._late is None else self._late.append)((future, run))
         return Ticket(self, future)
 
     def take_seconds(self) -> tuple[float, float]:
@@ -86,6 +90,7 @@ class Queue:
 
     def close(self) -> None:
         """Waits for what is under way."""
+        self.flush()
         self._dropped()
         self._thread.join()
         _open.discard(self)
@@ -96,6 +101,8 @@ class Queue:
             self.put(_nothing, "").wait()
 
     def waited_for(self, future: "Future[Any]") -> None:
+        while self._late and not future.done():
+            _settle(*self._late.popleft())
         began = perf_counter()
         future.exception()
         # A GPU's backward runs in a thread of autograd's; that a job waits for another's is no standing still.
@@ -125,12 +132,15 @@ def _work(jobs: "Jobs", stream: Any) -> None:
         # Device and stream are the thread's for good: each would begin with the first GPU.
         torch.cuda.set_stream(stream)
     while (one := jobs.get()) is not None:
-        future, run = one
-        try:
-            future.set_result(run())
-        except BaseException as error:
-            future.set_exception(error)
-        del one, future, run  # They would live until the next job.
+        _settle(*one)
+        del one  # It would live until the next job.
+
+
+def _settle(future: "Future[Any]", run: Job) -> None:
+    try:
+        future.set_result(run())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def _nothing() -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from zero3d.computed import is_fake
 from zero3d.mapped import fresh
 
 CHUNK = 1 << 16
@@ -132,6 +133,9 @@ class HostAdamW:
         """
         tasks = deque(self._tasks(gradients, out))
         divisor = torch.tensor(1.0 / scale)
+        number = len(tasks)
+        if tasks and is_fake(tasks[0].weight):
+            tasks.clear()  # State and scratch memory are made; there is nothing to compute.
 
         def work(scratch: Tensor) -> None:
             with torch.no_grad():  # Threads do not inherit it.
@@ -146,7 +150,7 @@ class HostAdamW:
                         tasks.clear()
                         raise
 
-        self._workers.run(work, len(tasks))
+        self._workers.run(work, number)
 
     def _tasks(self, gradients: Sequence[Tensor | None], out: Sequence[Tensor | None]) -> Iterator[_Task]:
         """Parts of all tensors that have a gradient. Their step counters advance."""

@@ -86,7 +86,7 @@ class Offloaded:
         self._mesh = mesh
         self._dtypes = dtypes
         self._moments = moments
-        self._queues = Queues(mesh.device)
+        self._queues = Queues(mesh.device, late=mesh.on_paper)
         self._weights_here = self._options.parameters == "host"
         self.store: Store | None = HostStore(self._queues) if self._weights_here else None
         self.notice = ""
@@ -200,7 +200,8 @@ class Offloaded:
 
     def _agree(self, need: budget.HostNeed) -> None:
         """Raises on every rank where a machine lacks the memory, or a rank its files. Collective."""
-        together, alone = machine.of_machine(), machine.of_process()
+        # A rehearsal is of other machines than this one.
+        together, alone = (None, None) if self._mesh.on_paper else (machine.of_machine(), machine.of_process())
         mine = {
             "machine": socket.gethostname(),
             "need": asdict(need),
@@ -227,8 +228,8 @@ class Offloaded:
         self.notice = "; ".join(dict.fromkeys(texts))
         ranks_here = len(by_machine[socket.gethostname()])
         self._workers = Workers(_threads(self._options.threads, ranks_here))
-        self._memory = HostMemory()
-        if self._options.optimizer == "disk":
+        self._memory = HostMemory("disk" if self._options.optimizer == "disk" else "host")
+        if self._options.optimizer == "disk" and not self._mesh.on_paper:
             # Ranks of a machine usually share the disk.
             here = by_machine[socket.gethostname()].values()
             self._memory = self._files(sum(one["need"]["disk"] for one in here))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from zero3d.mapped import address
 from zero3d.offload.adamw import HostAdamW, Workers
 from zero3d.optim.inner import Inner
 from zero3d.optim.rule import Rule
@@ -25,12 +26,12 @@ class HostInner(Inner):
 
         def made(tensor: Tensor, key: str) -> Tensor:
             value = make(place[id(tensor)], key, tensor.dtype)
-            self._kept.add(value.data_ptr())
+            self._kept.add(address(value))
             return value
 
         chunked = HostAdamW.takes(self._optimizer)
         self._chunked = HostAdamW(self._optimizer, workers, self._tensors, made) if chunked else None
-        self._kept: set[int] = set()
+        self._kept: set[tuple[int, int]] = set()
 
     def step_into(
         self, gradients: Sequence[Tensor | None], outs: Sequence[Tensor | None], lr: float, scale: float
@@ -57,11 +58,11 @@ class HostInner(Inner):
     def fresh_state(self, index: int) -> Iterator[tuple[str, Tensor]]:
         """State of elements that the optimizer made since it was asked last."""
         for key, value in list(self._optimizer.state.get(self._tensors[index], {}).items()):
-            if isinstance(value, Tensor) and value.dim() and value.data_ptr() not in self._kept:
+            if isinstance(value, Tensor) and value.dim() and address(value) not in self._kept:
                 yield key, value
 
     def replace_state(self, index: int, key: str, value: Tensor) -> None:
-        self._kept.add(value.data_ptr())
+        self._kept.add(address(value))
         self._optimizer.state[self._tensors[index]][key] = value
 
 

@@ -37,9 +37,10 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """Memory of the process itself."""
+    """Memory of the process itself. kind: what it counts as, on paper also "disk"."""
 
-    kind = "host"
+    def __init__(self, kind: str = "host") -> None:
+        self.kind = kind
 
     def keep(self, name: str, value: Tensor) -> Tensor:
         return self.zeros(name, value.numel(), value.dtype).view(value.shape).copy_(value)

@@ -30,10 +30,10 @@ class Seconds:
 
 
 class Queues:
-    """Three threads, and on a GPU three streams."""
+    """Three threads, and on a GPU three streams; late: see `Queue`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.down, self.update, self.up = (Queue(name, device) for name in ("down", "update", "up"))
+    def __init__(self, device: torch.device, *, late: bool = False) -> None:
+        self.down, self.update, self.up = (Queue(name, device, late=late) for name in ("down", "update", "up"))
         self.closed = False
 
     def watch(self, watcher: Watcher) -> None:

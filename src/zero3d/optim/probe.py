@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from zero3d.computed import computed
 from zero3d.contracts import OptimizerFactory
 from zero3d.errors import UsageError
 
@@ -19,6 +20,7 @@ CUTS = (0, 4_992, 9_024, SHAPE[0] * SHAPE[1])
 STEPS = 3
 
 
+@computed
 def is_elementwise(name: str, build: OptimizerFactory) -> bool:
     """Whether three updates of a matrix, and of the same elements in flat parts with an optimizer each, are the same.
 
@@ -37,6 +39,7 @@ def is_elementwise(name: str, build: OptimizerFactory) -> bool:
     return torch.allclose(whole.view(-1), parts, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
+@computed
 def keeps_apart(name: str, build: OptimizerFactory) -> bool:
     """Whether two matrices that share an optimizer are updated as with an optimizer each."""
     starts = [_matrix(), _matrix().flip(0).contiguous()]
@@ -45,6 +48,7 @@ def keeps_apart(name: str, build: OptimizerFactory) -> bool:
     return all(torch.allclose(one, other, rtol=1e-5, atol=1e-7, equal_nan=True) for one, other in zip(together, apart))
 
 
+@computed
 def refusal_of(build: OptimizerFactory, shape: Sequence[int]) -> str:
     """Why the optimizer cannot update a parameter of `shape` (of a few elements a dim at most); empty if it can."""
     small = [min(extent, 8) for extent in shape]
@@ -57,11 +61,13 @@ def refusal_of(build: OptimizerFactory, shape: Sequence[int]) -> str:
     return ""
 
 
+@computed
 def learning_rate(build: OptimizerFactory) -> float:
     """The peak learning rate of the first parameter group; 0 where groups have none."""
     return float(_built(build, [torch.nn.Parameter(_matrix())]).param_groups[0].get("lr", 0.0))
 
 
+@computed
 def state_per_element(build: OptimizerFactory) -> int:
     """How many elements of state the optimizer keeps for one of a parameter, rounded up."""
     parameter = torch.nn.Parameter(torch.ones(SHAPE[0] * SHAPE[1]))

@@ -11,6 +11,7 @@ from math import inf, nan
 import torch
 from torch import Tensor
 
+from zero3d.computed import is_fake
 from zero3d.contracts import Axis
 from zero3d.exact import LARGEST, LIMBS, exact_sum, sum_of_squares, value_of
 
@@ -58,16 +59,18 @@ class Part:
 def agree(part: Part, axis: Axis, model: Axis, device: torch.device) -> Totals:
     """Adds the parts of all ranks of `axis`, dp, then of those that share a replica of the `model`, the first of which
     speaks for the losses; exact, so that neither order nor sharding shows."""
-    nothing = torch.zeros((), device=device)
-    losses: list[float] = torch.stack([loss.double() for loss in (*part.losses, nothing)]).tolist()
+    none = torch.zeros((), dtype=torch.int64, device=device)
+    losses: list[float] = torch.stack([loss.double() for loss in (*part.losses, none)]).tolist()
     good = [loss for loss in losses if abs(loss) < LARGEST]
     squares = torch.zeros(LIMBS, dtype=torch.int64, device=device)
     bad = torch.full((), len(losses) - len(good), dtype=torch.int64, device=device)
     for run in _runs(part.norms):
         norms = run.to(device)
-        squares += sum_of_squares(norms)
-        bad += norms.numel() - torch.isfinite(norms).sum()
-    numbers = torch.stack([torch.stack([*part.counts, nothing.long()]).sum(), bad])
+        found = sum_of_squares(norms), norms.numel() - torch.isfinite(norms).sum()
+        if not is_fake(norms):  # In a rehearsal they were made for the memory that they take.
+            squares += found[0]
+            bad += found[1]
+    numbers = torch.stack([torch.stack([*part.counts, none]).sum(), bad])
     digest = part.digest % DIGESTS
     known = torch.tensor([*exact_sum(good), digest, digest * digest, *part.arrivals.values()], device=device)
     vector = torch.cat([squares, numbers, known])

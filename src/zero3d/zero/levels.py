@@ -9,17 +9,17 @@
 Levels 1 and 2 differ in when they reduce unless told otherwise: once a step, or once a micro-batch.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
 
 import torch
 from torch import Tensor, nn
 
 from zero3d import params
 from zero3d.blueprint import Blueprint
-from zero3d.comm.bucket import Bucket, Want, plan_buckets
+from zero3d.comm.bucket import Asking, Bucket, Want, plan_units, quarter, sliver
 from zero3d.comm.flat import Pool
+from zero3d.computed import in_rehearsal
 from zero3d.config import Config
 from zero3d.contracts import Axis, Homes, Store
 from zero3d.params import ParamInfo
@@ -78,19 +78,11 @@ def _whole(axis: Axis, pool: Pool, options: Options, store: Store | None) -> Wei
     return WholeWeights()
 
 
-def _quarter(total: float) -> float:
-    return total / 4
-
-
-def _sliver(total: float) -> float:
-    return min(total / 16, 1e6)
-
-
 LEVELS = {
-    0: Level(_whole, shards_optimizer=False, joined_bytes=_quarter, gathers=False),
-    1: Level(_published, shards_optimizer=True, joined_bytes=_quarter, gathers=False),
-    2: Level(_published, shards_optimizer=True, joined_bytes=_sliver, gathers=False),
-    3: Level(_gathered, shards_optimizer=True, joined_bytes=_sliver, gathers=True),
+    0: Level(_whole, shards_optimizer=False, joined_bytes=quarter, gathers=False),
+    1: Level(_published, shards_optimizer=True, joined_bytes=quarter, gathers=False),
+    2: Level(_published, shards_optimizer=True, joined_bytes=sliver, gathers=False),
+    3: Level(_gathered, shards_optimizer=True, joined_bytes=sliver, gathers=True),
 }
 
 
@@ -189,38 +181,13 @@ def _buckets(
     limit: float,
     joined_bytes: Callable[[float], float],
 ) -> list[Bucket]:
-    """Unit by unit; neighbouring small units share a bucket of up to `joined_bytes(bytes of the model)`, as fewer and
-    larger reductions cost less, and most of them still overlap with the backward."""
-
     def want(name: str) -> Want:
         compute = dtypes.compute(infos[name])
         key = (str(compute).removeprefix("torch."), infos[name].trainable)
         return Want(name=name, numel=infos[name].numel, itemsize=compute.itemsize, key=key)
 
-    wanted = [(unit.name or "(root)", [want(name) for name in unit.names]) for unit in units if unit.names]
-    total = sum(one.numel * one.itemsize for _, wants in wanted for one in wants)
-    alone = {unit.name for unit in units if unit.alone}
-    wanted = _joined(wanted, min(limit, joined_bytes(total)), alone)
-    return [
-        bucket for name, wants in wanted for bucket in plan_buckets(name, wants, ranks, inf if name in alone else limit)
-    ]
-
-
-def _joined(
-    wanted: Sequence[tuple[str, list[Want]]], limit: float, alone: Collection[str]
-) -> list[tuple[str, list[Want]]]:
-    joined: list[tuple[str, list[Want]]] = []
-    size: float = 0
-    for name, wants in wanted:
-        more: float = inf if name in alone else sum(want.numel * want.itemsize for want in wants)
-        if joined and size + more <= limit:
-            first, before = joined.pop()
-            joined.append((f"{first.partition(' to ')[0]} to {name}", before + wants))
-            size += more
-        else:
-            joined.append((name, wants))
-            size = more
-    return joined
+    asking = [Asking(unit.name or "(root)", [want(name) for name in unit.names], unit.alone) for unit in units]
+    return plan_units(asking, ranks, limit, joined_bytes)
 
 
 def _initial(bucket: Bucket, infos: Sequence[ParamInfo], blueprint: Blueprint, axis: Axis, passing: Pool) -> Tensor:
@@ -251,7 +218,10 @@ def _place_buffers(blueprint: Blueprint, axis: Axis, device: torch.device) -> No
     """Buffers are small and whole on every rank, with rank 0's values."""
     for module in blueprint.model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            moved = buffer.to(device).contiguous()
+            if in_rehearsal() and buffer.is_floating_point():
+                moved = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+            else:
+                moved = buffer.to(device).contiguous()
             setattr(module, name, moved)
             if moved.numel():
                 axis.broadcast(moved.view(-1).view(torch.uint8), 0, f"buffer {name}").wait()

@@ -24,6 +24,7 @@ from zero3d.comm.flat import Pool
 from zero3d.contracts import Axis, Pending
 from zero3d.errors import DivergedError
 from zero3d.exact import group_norms
+from zero3d.mapped import address
 from zero3d.zero.leaving import Leaving
 
 SMALL = 1 << 16
@@ -85,7 +86,7 @@ class Lane:
         self._landing = landing
         self._kept_mine = kept[leaving[1]] if leaving and kept is not None else None
         self._lands = landing
-        self._parts_of: dict[int, list[Tensor]] = {}
+        self._parts_of: dict[tuple[int, int], list[Tensor]] = {}
         self._first = True
         self._reduced = False
         self._before: Tensor | None = None
@@ -235,7 +236,7 @@ class Lane:
             if self._leaving is not None:
                 self._leaving.make_room()
             self._buffer = self.landing if in_place else self._pool.take(self.bucket.numel, self.wire, self._key)
-            key = self._buffer.data_ptr()  # the pool's few buffers come again and again
+            key = address(self._buffer)  # the pool's few buffers come again and again
             self._parts = self._parts_of.get(key) or self._parts_of.setdefault(key, self._cut(self._buffer))
         return self._parts
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from zero3d.comm.bucket import Bucket, Piece
 from zero3d.comm.done import DONE
 from zero3d.contracts import Pending
+from zero3d.mapped import address
 
 
 @dataclass(eq=False, kw_only=True)
@@ -46,7 +47,7 @@ class Shard:
 
     def narrow(self) -> None:
         """The model's weights become the master weights, rounded to their dtype."""
-        if self.weights.data_ptr() != self.master.data_ptr():
+        if address(self.weights) != address(self.master):
             self.weights.copy_(self.master)
 
     def settle(self) -> None:
@@ -55,5 +56,5 @@ class Shard:
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """(kind, tensor) of what it holds beside the weights."""
-        yield ("weights" if self.weights.data_ptr() == self.master.data_ptr() else "optimizer"), self.master
+        yield ("weights" if address(self.weights) == address(self.master) else "optimizer"), self.master
         yield "gradients", self.gradient

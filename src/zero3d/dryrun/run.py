@@ -1,0 +1,212 @@
+"""Rehearses ranks: `assemble` and `step` as they are, on paper.
+
+The ranks of one pipeline are built together, one thread each, until every stage knows what crosses its boundaries;
+those that were asked for then make a step alone. Schedules repeat themselves, so of many micro-batches only as many are
+rehearsed as reach the schedule's peak; what the rest send and compute is what one in the middle does.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from zero3d import census
+from zero3d.assemble import Parts, assemble
+from zero3d.config import Config
+from zero3d.contracts import Batch, Loss, ModelSource, OptimizerChoice
+from zero3d.dryrun.fakes import Fakes
+from zero3d.dryrun.ledger import micro_batch_of, peak
+from zero3d.dryrun.mail import PostOffice
+from zero3d.dryrun.rehearsal import RankRehearsal, Rehearsal
+from zero3d.dryrun.tracker import Tracker
+from zero3d.dryrun.world import paper_mesh
+from zero3d.errors import ConfigError
+from zero3d.layout import Layout, Place
+from zero3d.pipeline.action import Action, Kind
+from zero3d.pipeline.calling import Call
+from zero3d.pipeline.schedules.own import find
+from zero3d.pipeline.simulate import Costs, peak_live, simulate
+from zero3d.step import train_step
+
+FEWEST = 3
+"""Micro-batches that are rehearsed if there are so many: a first, a last and one in the middle."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is rehearsed: as `assemble` takes it. config: resolved; batch: one micro-batch, of integers with values or
+    of anything without."""
+
+    source: ModelSource
+    loss: Loss
+    optimizer: OptimizerChoice
+    config: Config
+    batch: Batch
+    call: Call | None = None
+
+    @property
+    def layout(self) -> Layout:
+        parallel = self.config.parallel
+        assert parallel.dp != "auto", "resolved"
+        return Layout(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp)
+
+
+def default_ranks(layout: Layout) -> list[int]:
+    """The distinct roles: of a pipeline the first, the middle and the last stage."""
+    indices = dict.fromkeys((0, layout.pp // 2, layout.pp - 1))
+    return [layout.rank(Place(dp=0, tp=0, pp=pp)) for pp in indices]
+
+
+def rehearse(job: Job, ranks: Sequence[int] = (), micro_batches: int | None = None) -> Rehearsal:
+    """A step of `ranks` (left out: `default_ranks`), of so many micro-batches (left out: as the configuration says).
+
+    Raises what the run would, and `UsageError` for a model whose way hangs on values.
+    """
+    began = time.perf_counter()
+    layout = job.layout
+    chosen = list(ranks) or default_ranks(layout)
+    wanted = job.config.micro_batches if micro_batches is None else micro_batches
+    rehearsed = _enough(job.config, wanted)
+    lines: dict[tuple[int, int], list[int]] = {}
+    for rank in chosen:
+        place = layout.place(rank)
+        lines.setdefault((place.dp, place.tp), []).append(rank)
+    found: dict[int, RankRehearsal] = {}
+    forwards: dict[int, int] = {}
+    for line, asked in lines.items():
+        one = _Line(job, line, frozenset(asked), rehearsed, wanted)
+        found |= one.run()
+        forwards |= one.forwards
+    bubble, timeline = _timeline(job.config, wanted, found, forwards)
+    return Rehearsal(
+        world=layout.world,
+        ranks=[found[rank] for rank in chosen],
+        micro_batches=wanted,
+        rehearsed=rehearsed,
+        bubble=bubble,
+        timeline=timeline,
+        seconds=time.perf_counter() - began,
+    )
+
+
+class _Line:
+    """The stages of one pipeline, of which `asked` make a step; `forwards`: FLOPs of each stage's forward."""
+
+    def __init__(self, job: Job, line: tuple[int, int], asked: frozenset[int], rehearsed: int, wanted: int) -> None:
+        self._job = job
+        self._line = line
+        self._asked = asked
+        self._rehearsed = rehearsed
+        self._wanted = wanted
+        self._office = PostOffice()
+        self.forwards: dict[int, int] = {}
+
+    def run(self) -> dict[int, RankRehearsal]:
+        layout = self._job.layout
+        dp, tp = self._line
+        ranks = [layout.rank(Place(dp=dp, tp=tp, pp=pp)) for pp in range(layout.pp)]
+        if len(ranks) == 1:
+            alone = self._rank(ranks[0])
+            return {ranks[0]: alone} if alone is not None else {}
+        with ThreadPoolExecutor(len(ranks)) as threads:
+            pending = {rank: threads.submit(self._rank, rank) for rank in ranks}
+            errors = [error for one in pending.values() if (error := one.exception()) is not None]
+        for error in sorted(errors, key=lambda error: "pp failed" in str(error)):
+            raise error
+        results = {rank: one.result() for rank, one in pending.items()}
+        return {rank: result for rank, result in results.items() if result is not None}
+
+    def _rank(self, rank: int) -> RankRehearsal | None:
+        job, config = self._job, self._job.config
+        mesh, mail = paper_mesh(job.layout, rank, self._office, config.zero.replicas)
+        with ExitStack() as inside:
+            inside.enter_context(self._office.working())
+            inside.enter_context(torch.enable_grad())
+            inside.enter_context(Fakes())
+            parts = assemble(job.source, job.loss, job.optimizer, config, mesh, job.call)
+            inside.callback(parts.close)
+            parts.model.train()
+            if mail is not None:
+                parts.pipeline.agree(job.batch)
+                self._try_forward(parts)
+                mail.cut_off()
+            return self._step(parts, rank) if rank in self._asked else None
+
+    def _try_forward(self, parts: Parts) -> None:
+        """Each stage learns the header of what it gets; that of evaluation is that of training, if gradients count."""
+        with Tracker(parts.model) as tracker, torch.enable_grad():
+            for number, stage in sorted(parts.stages.items()):
+                with tracker.acting(Action(Kind.FORWARD, number, 0)):
+                    before = tracker.flops.total()
+                    stage.forward(0, self._job.batch)
+                    self.forwards[number] = tracker.flops.total() - before
+            for stage in parts.stages.values():
+                stage.start()
+        parts.pipeline.settle()
+
+    def _step(self, parts: Parts, rank: int) -> RankRehearsal:
+        batches = [self._job.batch] * self._rehearsed
+        if self._job.config.offload.optimizer != "device":
+            train_step(parts, batches[:1], 0, 1.0)  # Its new weights travel in the step after it.
+        tracker = Tracker(parts.model)
+        for axis in parts.axes:
+            axis.sent_bytes = 0
+            axis.watcher = tracker
+        with tracker:
+            train_step(parts, batches, 1, 1.0, tracker)
+            parts.replica.settle()
+            lasting = tracker.lasting(census.tensors(parts))
+        more = self._wanted - self._rehearsed
+        middle = min(1, self._rehearsed - 1)
+        flops = tracker.flops.total() + more * sum(
+            count for action, count in tracker.flops.items() if micro_batch_of(action) == middle
+        )
+        return RankRehearsal(
+            rank=rank,
+            stages=sorted(parts.stages),
+            parameters=sum(info.numel for info in parts.infos if parts.pipeline.placed.has(info.name)),
+            peak=peak(tracker.lives, lasting),
+            lasting=lasting,
+            traffic=tracker.traffic(parts.axes, middle, more),
+            flops_of={},
+            flops=flops,
+            notice=parts.notice,
+        )
+
+
+def _enough(config: Config, wanted: int) -> int:
+    """The fewest micro-batches with which every rank holds as many activations as with all of them."""
+    parallel = config.parallel
+    schedule = find(parallel.schedule)
+    stages = parallel.pp * parallel.stages_per_rank
+
+    def live(number: int) -> list[int] | None:
+        try:
+            return peak_live(schedule.actions(stages, parallel.pp, number))
+        except ConfigError:  # e.g. interleaved stages want a multiple of pp
+            return None
+
+    most = live(wanted)
+    fewest = min(FEWEST, wanted)
+    return next((number for number in range(fewest, wanted) if live(number) == most), wanted)
+
+
+def _timeline(
+    config: Config, micro_batches: int, found: Mapping[int, RankRehearsal], forwards: Mapping[int, int]
+) -> tuple[float, list[list[tuple[str, float, float]]]]:
+    """(bubble, what each index on pp does when) if each action takes as long as its FLOPs say."""
+    parallel = config.parallel
+    if parallel.pp == 1:
+        return 0.0, []
+    stages = parallel.pp * parallel.stages_per_rank
+    actions = find(parallel.schedule).actions(stages, parallel.pp, micro_batches)
+    costs = [float(max(forwards[stage], 1)) for stage in range(stages)]
+    again = [cost * (config.recompute.mode == "block") for cost in costs]
+    inputs = [cost + more for cost, more in zip(costs, again)]
+    run = simulate(actions, Costs(forward=costs, input_backward=inputs, weight_backward=costs))
+    whole = run.makespan or 1.0
+    rows = [[(one.action.full, one.start / whole, one.end / whole) for one in runs] for runs in run.ranks]
+    return run.bubble, rows
