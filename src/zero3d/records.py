@@ -1,4 +1,4 @@
-"""What a run writes into its folder: config.toml, metrics.jsonl, TensorBoard files when its package is there.
+"""What a run writes into its folder: config.toml, plan.json, metrics.jsonl, TensorBoard files when its package is there.
 
 The lines of metrics.jsonl are those of `--json`: notes if there are any, one a step, one at the end. What an
 earlier run left in the folder is kept under another name.
@@ -12,17 +12,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from zero3d.report import plan_file
+
 if TYPE_CHECKING:
     from zero3d.reports import StepReport
     from zero3d.train import Plan, Summary
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
+PLAN = "plan.json"
 TENSORBOARD = "tensorboard"
 TRACE = "trace.json"
 TIMELINE = "timeline.svg"
 CHECKPOINTS = "checkpoints"
-KEPT = (METRICS, CONFIG, TRACE, TIMELINE, CHECKPOINTS)
+KEPT = (METRICS, CONFIG, PLAN, TRACE, TIMELINE, CHECKPOINTS)
 """What a second run in the same folder would write over."""
 
 
@@ -105,7 +108,7 @@ def _numbered(path: Path, number: int) -> Path:
 
 
 class RunFolder:
-    """config.toml at the start, a line of metrics.jsonl every `run.log_every` steps and one at the end.
+    """config.toml and plan.json at the start, a line of metrics.jsonl every `run.log_every` steps and one at the end.
 
     `kept`: what the records of an earlier run in the same folder are called now; known once started.
     """
@@ -123,6 +126,7 @@ class RunFolder:
         self.kept = [] if plan.first_step else keep_earlier(self.folder)
         text = "# The configuration of this run with everything resolved; it can be trained again as it is.\n\n"
         (self.folder / CONFIG).write_text(text + plan.config.to_toml(), encoding="utf-8")
+        (self.folder / PLAN).write_text(plan_file.of_plan(plan).model_dump_json() + "\n", encoding="utf-8")
         self._every = plan.config.run.log_every
         # Line by line, and in one move what there was: it is there however and whenever the run ends.
         fresh = self.folder / f"{METRICS}.new"

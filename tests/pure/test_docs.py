@@ -24,7 +24,14 @@ DOCTESTS = [
     "pipeline.bubbles",
     "pipeline.partition",
     *(f"pipeline.schedules.{name}" for name in ("accumulate", "gpipe", "one_f_one_b", "placement", "zero_bubble")),
+    "calibrate.fit",
+    "cli.memory",
+    "planner.activations",
+    "planner.estimators",
+    "planner.infinity",
     "planner.memory",
+    "planner.traffic",
+    *(f"report.{name}" for name in ("holdings", "lines", "markup", "units")),
 ]
 MADE_BY_RUNS = {"config.toml", "timeline.svg"}
 

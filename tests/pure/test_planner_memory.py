@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero3d.config import Config, Offload
-from zero3d.planner.memory import LEVELS, ModelStates, Widths, at_each_level, states, widths_of
+from zero3d.planner.memory import LEVELS, ModelStates, Widths, at_each_level, most_parameters, states, table, widths_of
 
 
 def test_the_papers_example_to_the_digits() -> None:
@@ -170,3 +170,31 @@ def test_the_table_of_a_configuration_offloads_where_a_level_can() -> None:
     assert [one.device for one in table] == [16 * 8000, 16000, 16000, 0]
     assert [one.host for one in table] == [0, 14 * 2000, 14 * 2000, 16 * 2000]
     assert at_each_level(config, 8000, dp=1)[0].host == 14 * 8000
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_largest_model_fills_its_devices(level: int) -> None:
+    most = most_parameters(32e9, level, dp=64)
+    assert states(most, level, dp=64).device == pytest.approx(32e9, rel=1e-9)
+    assert most_parameters(32e9, level, dp=64, tp=4) == pytest.approx(4 * most)
+    on_host = Offload(optimizer="host", parameters="host")
+    assert most_parameters(32e9, 3, dp=64, offload=on_host) == float("inf")
+
+
+def test_the_table_has_offload_where_a_level_can_do_it() -> None:
+    rows = table(8000, dp=4)
+    assert [(row.level, row.offload) for row in rows] == [
+        *((level, None) for level in LEVELS),
+        *((level, "optimizer") for level in (1, 2, 3)),
+        (3, "parameters"),
+    ]
+    assert [row.offload for row in table(8000, dp=4, levels=(0,))] == [None]
+    assert rows[-1].states.device == 0 and rows[-1].states.host == 16 * 2000
+
+
+def test_optimizer_states_of_less_than_4_bytes_go_where_the_others_go() -> None:
+    """8-bit Adam: K = 6. They are no fp32 tensors, and were lost on the host."""
+    for home in ("host", "disk"):
+        offload = Offload(optimizer=home, folder="x" if home == "disk" else None)  # type: ignore[arg-type]
+        one = states(8000, 2, dp=4, widths=Widths(optimizer=6), offload=offload)
+        assert one.host + one.disk == (2 + 6) * 2000

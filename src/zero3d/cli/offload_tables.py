@@ -103,13 +103,6 @@ def _ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:2])) + (", .." if len(ranks) > 2 else "")
 
 
-def held_there(need: HostNeed) -> dict[str, int]:
-    """What a rank will hold by the kinds of `held_bytes`: staging apart from the host's."""
-    if need.disk:
-        return {"host": need.gradients + need.weights, "disk": need.disk, "staging": need.staging}
-    return {"host": need.total - need.staging, "disk": 0, "staging": need.staging}
-
-
 def split_text(split: Mapping[str, float]) -> str:
     """Such as `compute 0.62 s, down 0.05 s, update 0.21 s, up 0.03 s, 0.25 s of it hidden`."""
     queues = ", ".join(f"{name} {_seconds(split[name])}" for name in ("compute", "down", "update", "up"))

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from zero3d.cli.offload_tables import held_there, split_text
+from zero3d.cli.offload_tables import split_text
 from zero3d.cli.plain_table import PlainTable
 from zero3d.cli.style import count, seconds, size
 from zero3d.cli.suggest import Suggestion
@@ -137,7 +137,7 @@ def what_was_held(summary: "Summary") -> PlainTable:
 def _held_there(plan: "Plan", pp: int) -> dict[str, int]:
     """What the plan says that the first rank of an index on pp holds away from its device."""
     first = layout_of(plan.config).rank(Place(dp=0, tp=0, pp=pp))
-    return next((held_there(one.needs[first]) for one in plan.host_needs if first in one.needs), {})
+    return next((one.needs[first].held for one in plan.host_needs if first in one.needs), {})
 
 
 def sample(summary: "Summary") -> RenderableType:

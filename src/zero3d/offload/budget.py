@@ -75,6 +75,13 @@ class HostNeed:
     def kinds(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in ("master", "moments", "gradients", "weights", "staging")}
 
+    @property
+    def held(self) -> dict[str, int]:
+        """By the kinds of `held_bytes`: staging apart from the host's."""
+        if self.disk:
+            return {"host": self.gradients + self.weights, "disk": self.disk, "staging": self.staging}
+        return {"host": self.total - self.staging, "disk": 0, "staging": self.staging}
+
 
 @dataclass(frozen=True, kw_only=True)
 class MachineNeed:

@@ -28,8 +28,9 @@ device, where no gradient is held that is reduced once a micro-batch:
 (15.0, 1.640625)
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from typing import Literal
 
 from zero3d.config import Config, Offload
@@ -39,6 +40,10 @@ LEVELS = (0, 1, 2, 3)
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MOMENTS = {"sgd": 0, "adagrad": 1, "rmsprop": 1, "adadelta": 2, "adam": 2, "adamw": 2, "nadam": 2, "radam": 2}
 """Tensors of a parameter's size that an optimizer keeps; the others of torch.optim are taken to keep two."""
+
+Offloaded = Literal["optimizer", "parameters"]
+"""optimizer: with the summed gradients on the host; parameters: these and the weights."""
+LEAST_LEVEL: dict[Offloaded, int] = {"optimizer": 1, "parameters": 3}
 
 ON_DEVICE = Offload()
 
@@ -122,20 +127,69 @@ def _offloaded(
         part = offload.fraction
     gone = ceil(part * shard)
     # Beside weights that are fp32 the master takes nothing; away from them it does.
-    moments = widths.optimizer - (0 if widths.weights == MASTER else MASTER)
+    moments, odd = divmod(widths.optimizer - (0 if widths.weights == MASTER else MASTER), MOMENT)
+    on_disk = offload.optimizer == "disk"
     there = need(
-        [(gone, HostWidths(weight=widths.weights, gradient=widths.gradients, moments=moments // MOMENT))],
-        home="disk" if offload.optimizer == "disk" else "host",
+        [(gone, HostWidths(weight=widths.weights, gradient=widths.gradients, moments=moments))],
+        home="disk" if on_disk else "host",
         delayed=offload.delayed_update > 0,
         other_weights=device.weights - weights,
     )
+    # States of less than 4 bytes, such as 8-bit moments, are no tensors that a home knows.
+    kept = (there.disk if on_disk else there.master + there.moments) + odd * gone
     return ModelStates(
         weights=weights,
         gradients=device.gradients if reduce == "step" else widths.gradients * (shard - gone),
         optimizer=widths.optimizer * (shard - gone),
-        host=there.gradients + there.weights + (0 if there.disk else there.master + there.moments),
-        disk=there.disk,
+        host=there.gradients + there.weights + (0 if on_disk else kept),
+        disk=kept if on_disk else 0,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table of a parameter count. offload: what is on the host, None where nothing is."""
+
+    level: int
+    states: ModelStates
+    offload: Offloaded | None = None
+
+
+def table(
+    parameters: float,
+    *,
+    dp: int,
+    widths: Widths = Widths(),
+    levels: Sequence[int] = LEVELS,
+    offloads: Sequence[Offloaded] = ("optimizer", "parameters"),
+) -> list[Row]:
+    """What a rank holds at each of `levels`, and below that what each of `offloads` leaves of it where a level can do
+    that. Gradients are reduced once a micro-batch from level 2 on, and with offload, as in the papers."""
+    rows = [Row(level=level, states=states(parameters, level, dp=dp, widths=widths)) for level in levels]
+    for offloaded in offloads:
+        home = Offload(optimizer="host", parameters="host" if offloaded == "parameters" else "device")
+        rows += [
+            Row(level=level, states=states(parameters, level, dp=dp, widths=widths, offload=home), offload=offloaded)
+            for level in levels
+            if level >= LEAST_LEVEL[offloaded]
+        ]
+    return rows
+
+
+def most_parameters(
+    device_bytes: float, level: int, *, dp: int, tp: int = 1, widths: Widths = Widths(), offload: Offload = ON_DEVICE
+) -> float:
+    """How many parameters a model may have whose states fill the devices of `device_bytes` each (ZeRO, table 2).
+
+    `tp`: the model is cut into so many equal parts first; infinite where all of it is on the host. An upper limit:
+    activations, buffers and fragments want room too.
+
+    >>> [round(most_parameters(32e9, level, dp=64) / 1e9, 1) for level in LEVELS]
+    [2.0, 7.6, 14.4, 128.0]
+    """
+    parameters = 10**12  # Enough for the rounding of a shard not to show.
+    taken = states(parameters, level, dp=dp, widths=widths, offload=offload).device / parameters
+    return device_bytes * tp / taken if taken else inf
 
 
 def widths_of(config: Config) -> Widths:

@@ -1,0 +1,80 @@
+"""How fast a rank computes, and reads and writes its memory."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zero3d.calibrate.bench import Bench
+from zero3d.calibrate.measured import Effort, Product
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+HEAD = 64
+"""Width of an attention head."""
+CHAIN = 50
+"""Operations between whose ends one clock is read."""
+NORMED = 1024
+"""Elements that a norm is over."""
+
+
+def products(bench: Bench, effort: Effort, dtype: str) -> Iterator[Product]:
+    """Of square matrices from small to large, then of few rows with the largest; as long as one takes no more than
+    `effort.longest`."""
+    flops = 0.0
+    largest = 0
+    for dim in effort.dims:
+        if flops and 2 * dim**3 / flops > effort.longest:
+            break
+        flops = _rate(bench, dtype, dim, dim, dim)
+        largest = dim
+        yield Product(dtype=dtype, m=dim, n=dim, k=dim, flops=flops)
+    for rows in (rows for rows in effort.skinny if rows < largest):
+        yield Product(dtype=dtype, m=rows, n=largest, k=largest, flops=_rate(bench, dtype, rows, largest, largest))
+
+
+def _rate(bench: Bench, dtype: str, m: int, n: int, k: int) -> float:
+    """FLOP/s of a layer's product: m tokens, k features in, n out."""
+    x, weight = (_filled((rows, k), DTYPES[dtype], bench.device) for rows in (m, n))
+    out = torch.empty(m, n, dtype=DTYPES[dtype], device=bench.device)
+    return 2 * m * n * k / bench.seconds(lambda: torch.mm(x, weight.t(), out=out))
+
+
+def attention(bench: Bench, dtype: str, tokens: int) -> float:
+    """FLOP/s of torch's fused attention over sequences of `tokens`, counted without the causal mask."""
+    heads = 4
+    query = _filled((1, heads, tokens, HEAD), DTYPES[dtype], bench.device)
+    done = bench.seconds(lambda: F.scaled_dot_product_attention(query, query, query))
+    return 4 * heads * tokens**2 * HEAD / done
+
+
+def stream(bench: Bench, elements: int) -> float:
+    """Bytes/s: two arrays of fp32 `elements` are read, their sum is written."""
+    left, right, out = (_filled((elements,), torch.float32, bench.device) for _ in range(3))
+    return 12 * elements / bench.seconds(lambda: torch.add(left, right, out=out))
+
+
+def moving(bench: Bench, elements: int) -> float:
+    """Bytes/s of what a block does beside its products: a norm and an activation function read fp32 and write it."""
+    rows = max(elements // NORMED, 1)
+    x = _filled((rows, NORMED), torch.float32, bench.device)
+    seconds = bench.seconds(lambda: F.layer_norm(x, (NORMED,))) + bench.seconds(lambda: F.gelu(x))
+    return 2 * 8 * rows * NORMED / seconds
+
+
+def launch(bench: Bench) -> float:
+    """Seconds that an operation takes at the least, in a forward that autograd records and its backward."""
+    start = torch.ones(1, device=bench.device, requires_grad=True)
+
+    def chain() -> None:
+        x = start
+        for _ in range(CHAIN):
+            x = x * 1.0
+        x.backward(inputs=[start])
+
+    return bench.seconds(chain) / (2 * CHAIN)
+
+
+def _filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers near 1: zeros and denormals are no typical work, and pages are there before they are timed."""
+    return torch.linspace(0.5, 1.5, shape[-1], device=device).expand(shape).to(dtype).contiguous()
