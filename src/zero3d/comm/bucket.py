@@ -9,9 +9,10 @@ of ALIGN elements: an elementwise operation meets no ragged end, so a vectorised
 the shards are cut.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 ALIGN = 64
 """Elements; a cache line of 1-byte elements, a whole number of vector registers of any dtype."""
@@ -30,6 +31,15 @@ class Want:
     numel: int
     itemsize: int
     key: tuple[str, bool]
+
+
+@dataclass(frozen=True)
+class Asking:
+    """A unit that asks for places for all its parameters; `alone`: they share a bucket with no others."""
+
+    name: str
+    wants: Sequence[Want]
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +101,49 @@ class Bucket:
                 yield Piece(slot.name, start - span.start, covered - span.start, start - slot.offset, stop - start)
         if covered < span.stop:
             yield Piece("", covered - span.start, span.stop - span.start, 0, 0)
+
+
+def quarter(total: float) -> float:
+    """Of a model of `total` bytes: a bucket that small units may share where none is gathered by itself."""
+    return total / 4
+
+
+def sliver(total: float) -> float:
+    """The same where each use, or each micro-batch, pays for what it shares a bucket with."""
+    return min(total / 16, 1e6)
+
+
+def plan_units(
+    units: Sequence[Asking], ranks: int, limit: float, joined_bytes: Callable[[float], float]
+) -> list[Bucket]:
+    """Unit by unit; neighbouring small units share a bucket of up to `joined_bytes(bytes of the model)`, as fewer and
+    larger reductions cost less, and most of them still overlap with the backward."""
+    asking = [unit for unit in units if unit.wants]
+    total = sum(_size(unit) for unit in asking)
+    return [
+        bucket
+        for unit in _joined(asking, min(limit, joined_bytes(total)))
+        for bucket in plan_buckets(unit.name, unit.wants, ranks, inf if unit.alone else limit)
+    ]
+
+
+def _joined(asking: Sequence[Asking], limit: float) -> list[Asking]:
+    joined: list[Asking] = []
+    size: float = 0
+    for unit in asking:
+        more: float = inf if unit.alone else _size(unit)
+        if joined and size + more <= limit:
+            first = joined.pop()
+            joined.append(Asking(f"{first.name.partition(' to ')[0]} to {unit.name}", [*first.wants, *unit.wants]))
+            size += more
+        else:
+            joined.append(unit)
+            size = more
+    return joined
+
+
+def _size(unit: Asking) -> int:
+    return sum(want.numel * want.itemsize for want in unit.wants)
 
 
 def plan_buckets(name: str, wants: Iterable[Want], ranks: int, limit_bytes: float) -> list[Bucket]:
