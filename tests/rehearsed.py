@@ -250,9 +250,8 @@ def table(points: list[Point]) -> None:
                 for kind in mine.peak.by_kind
                 if mine.peak.by_kind[kind] != other.peak.by_kind[kind]
             }
-            print(
-                f"{apart:8.3%} flops {mine.flops == other.flops} sent {mine.sent == other.sent} {point} rank {rank} {kinds}"
-            )
+            same = f"flops {mine.flops == other.flops} sent {mine.sent == other.sent}"
+            print(f"{apart:8.3%} {same} {point} rank {rank} {kinds}", flush=True)
     print(f"{len(points)} points, largest {worst:.2%}")
 
 

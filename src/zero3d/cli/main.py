@@ -6,7 +6,7 @@ from typing import Annotated, cast
 
 import typer
 
-from zero3d.cli import calibrate, export, memory, report, show, train, verify
+from zero3d.cli import calibrate, dryrun, export, memory, report, show, train, verify
 
 app = typer.Typer(
     name="zero3d",
@@ -19,6 +19,7 @@ app = typer.Typer(
 app.command("train")(train.command)
 app.command("verify")(verify.command)
 app.command("export")(export.command)
+app.command("dryrun")(dryrun.command)
 app.command("memory")(memory.command)
 app.command("calibrate")(calibrate.command)
 app.command("report")(report.command)

@@ -6,12 +6,13 @@ rehearsed as reach the schedule's peak; what the rest send and compute is what o
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from zero3d import census
 from zero3d.assemble import Parts, assemble
@@ -23,13 +24,14 @@ from zero3d.dryrun.mail import PostOffice
 from zero3d.dryrun.rehearsal import RankRehearsal, Rehearsal
 from zero3d.dryrun.tracker import Tracker
 from zero3d.dryrun.world import paper_mesh
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, UsageError, Zero3dError
 from zero3d.layout import Layout, Place
 from zero3d.pipeline.action import Action, Kind
 from zero3d.pipeline.calling import Call
 from zero3d.pipeline.schedules.own import find
 from zero3d.pipeline.simulate import Costs, peak_live, simulate
 from zero3d.step import train_step
+from zero3d.trees import map_tensors
 
 FEWEST = 3
 """Micro-batches that are rehearsed if there are so many: a first, a last and one in the middle."""
@@ -37,8 +39,8 @@ FEWEST = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is rehearsed: as `assemble` takes it. config: resolved; batch: one micro-batch, of integers with values or
-    of anything without."""
+    """What is rehearsed: as `assemble` takes it. config: resolved; batch: one micro-batch, of which only
+    the integers' values count."""
 
     source: ModelSource
     loss: Loss
@@ -122,33 +124,34 @@ class _Line:
     def _rank(self, rank: int) -> RankRehearsal | None:
         job, config = self._job, self._job.config
         mesh, mail = paper_mesh(job.layout, rank, self._office, config.zero.replicas)
-        with ExitStack() as inside:
+        with ExitStack() as inside, _explained():
             inside.enter_context(self._office.working())
             inside.enter_context(torch.enable_grad())
             inside.enter_context(Fakes())
+            batch = map_tensors(_without_values, job.batch)
             parts = assemble(job.source, job.loss, job.optimizer, config, mesh, job.call)
             inside.callback(parts.close)
             parts.model.train()
             if mail is not None:
-                parts.pipeline.agree(job.batch)
-                self._try_forward(parts)
+                parts.pipeline.agree(batch)
+                self._try_forward(parts, batch)
                 mail.cut_off()
-            return self._step(parts, rank) if rank in self._asked else None
+            return self._step(parts, rank, batch) if rank in self._asked else None
 
-    def _try_forward(self, parts: Parts) -> None:
+    def _try_forward(self, parts: Parts, batch: Batch) -> None:
         """Each stage learns the header of what it gets; that of evaluation is that of training, if gradients count."""
         with Tracker(parts.model) as tracker, torch.enable_grad():
             for number, stage in sorted(parts.stages.items()):
                 with tracker.acting(Action(Kind.FORWARD, number, 0)):
                     before = tracker.flops.total()
-                    stage.forward(0, self._job.batch)
+                    stage.forward(0, batch)
                     self.forwards[number] = tracker.flops.total() - before
             for stage in parts.stages.values():
                 stage.start()
         parts.pipeline.settle()
 
-    def _step(self, parts: Parts, rank: int) -> RankRehearsal:
-        batches = [self._job.batch] * self._rehearsed
+    def _step(self, parts: Parts, rank: int, batch: Batch) -> RankRehearsal:
+        batches = [batch] * self._rehearsed
         if self._job.config.offload.optimizer != "device":
             train_step(parts, batches[:1], 0, 1.0)  # Its new weights travel in the step after it.
         tracker = Tracker(parts.model)
@@ -175,6 +178,26 @@ class _Line:
             flops=flops,
             notice=parts.notice,
         )
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    """Integers keep theirs: they are looked up, counted and masked."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_floating_point() else tensor
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """What a model raises of its own says that it was a rehearsal."""
+    try:
+        yield
+    except Zero3dError:
+        raise
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, NotImplementedError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise UsageError(
+            f"the step cannot be rehearsed: {type(error).__name__}: {first}",
+            hint="--debug shows where. If the same step runs for real, its way hangs on the values of tensors.",
+        ) from error
 
 
 def _enough(config: Config, wanted: int) -> int:
