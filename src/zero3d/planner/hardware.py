@@ -123,17 +123,22 @@ AMPERE = Rates(matrix=0.78, half=64, attention=0.55, moving=0.75, link=0.8, pair
 HOPPER = Rates(matrix=0.65, half=64, attention=0.3, moving=0.65, link=0.8, pair=0.33, hop=2.5e-4, hidden=0.45)
 
 
-def _dgx(device: Device, inside: float, across: float, *, per_node: int = 8, cores: int = 128, host: float) -> Cluster:
-    """`inside`, `across`: GB/s of one device in one direction. An AdamW update moves 28 bytes a parameter, of which the
-    memory of two sockets does some 5e9/s; copies go over PCIe 4 x16 at 25 of 32 GB/s."""
+def _dgx(device: Device, inside: float, across: float, host: Host, *, per_node: int = 8) -> Cluster:
+    """`inside`, `across`: GB/s of one device in one direction."""
     return Cluster(
         device=device,
         per_node=per_node,
         inside=Link(latency=5e-6, bandwidth=inside * GB),
         across=Link(latency=1e-5, bandwidth=across * GB),
-        host=Host(memory=host, cores=cores, update=5e9, copy_rate=25 * GB),
+        host=host,
     )
 
+
+# Two sockets at 256 GB/s update 3.9e9 parameters/s (ZeRO-Offload, table 4: 10e9 in 2.57 s); others by their memory's
+# bandwidth. Copies reach some 0.8 of PCIe x16: 16 GB/s in its third version, 32 in its fourth, 64 in its fifth.
+DDR4_2666 = Host(memory=1.5e12, cores=48, update=3.9e9, copy_rate=12 * GB)
+DDR4_3200 = Host(memory=1e12, cores=128, update=6.2e9, copy_rate=25 * GB)
+DDR5_4800 = Host(memory=2e12, cores=112, update=9.3e9, copy_rate=50 * GB)
 
 V100 = Device(
     name="V100-32GB",
@@ -142,7 +147,8 @@ V100 = Device(
     memory=32 * 2**30,
     bandwidth=900 * GB,
     launch=4e-6,
-    rates=Rates(matrix=0.70, half=64, attention=0.30, moving=0.65, link=0.75, pair=0.33, hop=2.5e-4, hidden=0.5),
+    # Near Shoeybi et al. 2019, section 5.1 (39 TFLOP/s), ZeRO-Offload, figure 8, and ZeRO-Infinity, figure 5.
+    rates=Rates(matrix=0.47, half=64, attention=0.30, moving=0.65, link=0.75, pair=0.33, hop=2.5e-4, hidden=0.5),
 )
 A100_40 = Device(
     name="A100-40GB",
@@ -193,14 +199,14 @@ CPU = Device(
 
 PRESETS: Mapping[str, Cluster] = {
     # DGX-2 datasheet: 16 devices, NVSwitch 150 GB/s each way, 8 InfiniBand ports of 100 Gb/s, 1.5 TB, 48 cores.
-    "V100-32GB": _dgx(V100, 150, 6.25, per_node=16, cores=48, host=1.5e12),
+    "V100-32GB": _dgx(V100, 150, 6.25, DDR4_2666, per_node=16),
     # DGX A100 datasheet: 8 devices, NVLink 300 GB/s each way, 8 ports of 200 Gb/s; Selene is built of these.
-    "A100-40GB": _dgx(A100_40, 300, 25, host=1e12),
-    "A100-80GB": _dgx(A100_80, 300, 25, host=2e12),
+    "A100-40GB": _dgx(A100_40, 300, 25, DDR4_3200),
+    "A100-80GB": _dgx(A100_80, 300, 25, DDR4_3200.model_copy(update={"memory": 2e12})),
     # DGX H100 datasheet: NVLink 450 GB/s each way, 8 ports of 400 Gb/s, 2 TB, 112 cores.
-    "H100-80GB": _dgx(H100, 450, 50, cores=112, host=2e12),
-    "H100-96GB-500W": _dgx(H100_96, 450, 50, cores=112, host=2e12),
-    "H200": _dgx(H200, 450, 50, cores=112, host=2e12),
+    "H100-80GB": _dgx(H100, 450, 50, DDR5_4800),
+    "H100-96GB-500W": _dgx(H100_96, 450, 50, DDR5_4800),
+    "H200": _dgx(H200, 450, 50, DDR5_4800),
     "CPU": Cluster(
         device=CPU,
         per_node=8,

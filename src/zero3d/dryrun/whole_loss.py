@@ -1,0 +1,41 @@
+"""The cross entropy of language models as counts take it: what `zero3d.cross_entropy` does in chunks of rows, at once.
+
+In thousands of chunks a count would take minutes. It reads, writes and keeps as much; its value means nothing.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero3d.models.losses import Columns, whole
+from zero3d.tensor.loss import SplitLogits
+
+
+def whole_loss(output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    """(a sum, number of targets) of logits [..., V], whole or split over tp, or of an output that has them."""
+    logits = output if isinstance(output, Tensor | SplitLogits) else output.logits
+    local, columns = (logits.local, logits.columns()) if isinstance(logits, SplitLogits) else (logits, None)
+    flat = local.reshape(-1, local.size(-1))
+    total: Tensor = _Whole.apply(flat, columns or whole(flat.size(-1)))  # type: ignore[no-untyped-call]
+    return total, flat.size(0)
+
+
+class _Whole(torch.autograd.Function):
+    """As `models.losses` goes through the logits of a chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, columns: Columns) -> Tensor:
+        top = logits.amax(1).float()
+        p = torch.sub(logits, top.unsqueeze(1)).exp_()
+        tops, sums, _ = columns.gather(torch.stack([top, p.sum(1), top])).unbind(1)
+        p.mul_((tops.amax(0) / sums.sum(0)).unsqueeze(1))
+        gradient = torch.empty_like(logits).copy_(p.masked_fill_(top.isnan().unsqueeze(1), 0))
+        ctx.save_for_backward(gradient)
+        return sums.log().sum()
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        (gradient,) = ctx.saved_tensors
+        return gradient * outer[0].to(gradient.dtype), None
