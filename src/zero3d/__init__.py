@@ -39,6 +39,7 @@ from zero3d.errors import (
 
 if TYPE_CHECKING:
     from zero3d.comparison import verify
+    from zero3d.dryrun.run import rehearse_model as rehearse
     from zero3d.engine import Engine
     from zero3d.models.pretrained import pretrained
     from zero3d.own_loop import Sharded, shard
@@ -63,6 +64,7 @@ __all__ = [
     "Zero3dError",
     "cross_entropy",
     "pretrained",
+    "rehearse",
     "shard",
     "verify",
 ]
@@ -74,15 +76,20 @@ _NEED_TORCH = {
     "Sharded": "zero3d.own_loop",
     "cross_entropy": "zero3d.tensor.loss",
     "pretrained": "zero3d.models.pretrained",
+    "rehearse": "zero3d.dryrun.run",
     "shard": "zero3d.own_loop",
     "verify": "zero3d.comparison",
 }
 
 
+_INSIDE = {"rehearse": "rehearse_model"}
+"""What it is called there."""
+
+
 def __getattr__(name: str) -> Any:
     """What needs torch is imported when it is first asked for: a refused configuration costs no seconds."""
     if name in _NEED_TORCH:
-        return getattr(import_module(_NEED_TORCH[name]), name)
+        return getattr(import_module(_NEED_TORCH[name]), _INSIDE.get(name, name))
     raise AttributeError(f"module 'zero3d' has no attribute {name!r}")
 
 

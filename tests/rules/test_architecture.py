@@ -99,6 +99,7 @@ ALLOWED = {
     ],
     "planner": [
         "planner",
+        "comm.bucket",
         "config",
         "errors",
         "layout",
@@ -184,6 +185,7 @@ EXPORTED = [
     "Zero3dError",
     "cross_entropy",
     "pretrained",
+    "rehearse",
     "shard",
     "verify",
 ]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
+import zero3d
 from tests.rehearsed import MODELS
 from zero3d.cli.main import app
 from zero3d.config import Config
@@ -234,3 +235,14 @@ def test_a_folder_s_config_is_enough(tmp_path: Path) -> None:
         found = run("examples/demo.toml", "--model", str(tmp_path), "--set", "data.sequence_length=32")
         assert found.exit_code == 2
         assert words in found.stderr
+
+
+def test_any_module_is_rehearsed_from_python() -> None:
+    model = MODELS["mlp"]
+    found = zero3d.rehearse(
+        model.build, model.loss, "adamw", {"zero": {"level": 3}}, batch=model.batch(4), world=64, ranks=[63]
+    )
+    (rank,) = found.ranks
+    assert (found.world, rank.rank) == (64, 63)
+    with pytest.raises(UsageError, match="no rank 64"):
+        zero3d.rehearse(model.build, model.loss, batch=model.batch(4), world=64, ranks=[64])

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from zero3d.dryrun.tracker import Tracker
 from zero3d.dryrun.world import paper_mesh
 from zero3d.errors import ConfigError, UsageError, Zero3dError
 from zero3d.layout import Layout, Place
+from zero3d.optim.unheard import refuse_unheard
 from zero3d.pipeline.action import Action, Kind
 from zero3d.pipeline.calling import Call
 from zero3d.pipeline.schedules.own import find
@@ -54,6 +57,42 @@ class Job:
         parallel = self.config.parallel
         assert parallel.dp != "auto", "resolved"
         return Layout(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp)
+
+
+def rehearse_model(
+    model: ModelSource,
+    loss: Loss,
+    optimizer: OptimizerChoice | None = None,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    *,
+    batch: Batch,
+    world: int,
+    ranks: Sequence[int] = (),
+    micro_batches: int = 1,
+    call: Call | None = None,
+) -> Rehearsal:
+    """A step of `ranks` of `world` (left out: each role once), on tensors without data: what they hold at the peak, send
+    and compute. Starts no ranks, needs no weights, and takes as long whatever the world.
+
+    model, loss, optimizer, config, call: as for `Engine`; batch: one micro-batch, of which only the shapes and the
+    integers' values count. Raises what the run would raise before its first step, and `UsageError` for a model whose
+    way hangs on the values of tensors.
+    """
+    given = Config.load(config if config is not None else {})
+    refuse_unheard(given, optimizer)
+    resolved = given.resolved(world, native_bf16=True, own_batches=True)
+    job = Job(
+        source=model,
+        loss=loss,
+        optimizer=resolved.optimizer.name if optimizer is None else optimizer,
+        config=resolved,
+        batch=batch,
+        call=call,
+    )
+    outside = [rank for rank in ranks if not 0 <= rank < world]
+    if outside:
+        raise UsageError(f"there is no rank {outside[0]} in a world of {world}", hint=f"Ranks are 0 to {world - 1}.")
+    return rehearse(job, ranks, micro_batches)
 
 
 def default_ranks(layout: Layout) -> list[int]:
