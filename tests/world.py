@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -29,25 +30,47 @@ def run_ranks(num_ranks: int, work: Work, *args: Any, timeout: float = 60, group
     """
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
-        ends, pids = [], []
-        for rank in range(num_ranks):
-            mine, theirs = Pipe(duplex=False)
-            pid = os.fork()
-            if pid == 0:
-                mine.close()
-                _be_rank(rank, num_ranks, store, group_timeout, theirs, work, args)
-            theirs.close()
-            ends.append(mine)
-            pids.append(pid)
-        try:
-            return _collect(ends, timeout)
-        finally:
-            for pid in pids:
-                _end(pid)
+        return _forked(num_ranks, partial(_be_rank, num_ranks, store, group_timeout, work, args), timeout)
+
+
+def run_apart(num_ranks: int, work: Work, *args: Any, timeout: float = 60) -> list[Any]:
+    """`work(rank, *args)` on forked processes that have no process group; results by rank."""
+    return _forked(num_ranks, partial(_be_alone, work, args), timeout)
+
+
+def _forked(num_ranks: int, be_rank: Callable[[int, Connection], None], timeout: float) -> list[Any]:
+    ends, pids = [], []
+    for rank in range(num_ranks):
+        mine, theirs = Pipe(duplex=False)
+        pid = os.fork()
+        if pid == 0:
+            mine.close()
+            be_rank(rank, theirs)
+        theirs.close()
+        ends.append(mine)
+        pids.append(pid)
+    try:
+        return _collect(ends, timeout)
+    finally:
+        for pid in pids:
+            _end(pid)
+
+
+def _be_alone(work: Work, args: tuple[Any, ...], rank: int, end: Connection) -> None:
+    try:
+        torch.set_num_threads(1)
+        end.send_bytes(pickle.dumps((True, work(rank, *args))))
+        if dist.is_initialized():
+            dist.barrier()
+    except BaseException:
+        end.send_bytes(pickle.dumps((False, f"rank {rank}:\n{traceback.format_exc()}")))
+    finally:
+        end.close()
+        os._exit(0)
 
 
 def _be_rank(
-    rank: int, num_ranks: int, store: str, group_timeout: float, end: Connection, work: Work, args: tuple[Any, ...]
+    num_ranks: int, store: str, group_timeout: float, work: Work, args: tuple[Any, ...], rank: int, end: Connection
 ) -> None:
     try:
         torch.set_num_threads(1)

@@ -126,5 +126,5 @@ def assemble(
         optimizer=homes.optimizer(assignment, replica, mesh.sharding),
         scaler=scaler,
         clip_norm=config.optimizer.clip_norm,
-        notice=notices(blueprint.notice, model, has_blocks=bool(blocks), gathers=gathers(config)),
+        notice=notices(blueprint.notice, model, mesh.placement, has_blocks=bool(blocks), gathers=gathers(config)),
     )

@@ -77,9 +77,11 @@ class Run(Section):
     """A line in metrics.jsonl every so many steps."""
     timeout_seconds: Positive = 300
     """How long a rank waits for another before it reports it gone."""
+    wandb: Annotated[str, Field(min_length=1)] | None = None
+    """The project at Weights & Biases that the run is logged to; needs the package wandb. Left out: none."""
     check_every: NotNegative = 0
-    """Every so many steps, compare the weights that tensor-parallel ranks should hold alike, and end with an error
-    where they differ; 0: never."""
+    """Every so many steps, compare the weights that tensor-parallel ranks, or stages with tied weights, should hold
+    alike, and end with an error where they differ; 0: never."""
 
 
 class Model(Section):

@@ -27,10 +27,10 @@ def problems(config: "Config") -> Iterator[Problem]:
     yield from _model_problems(config)
     yield from _step_problems(config)
     yield from _place_problems(config)
-    if config.run.check_every and config.parallel.tp == 1:
+    if config.run.check_every and config.parallel.tp == config.parallel.pp == 1:
         yield Problem(
             "run.check_every",
-            f"run.check_every = {config.run.check_every} at parallel.tp = 1, where there is nothing to compare",
+            f"run.check_every = {config.run.check_every} at tp = 1 and pp = 1, where there is nothing to compare",
             "Leave it out, or set parallel.tp to 2 or more.",
         )
     if config.parallel.sequence_parallel and config.parallel.tp == 1:

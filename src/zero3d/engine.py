@@ -26,7 +26,7 @@ from zero3d.checkpoint.place import Url
 from zero3d.checkpoint.saves import Saves
 from zero3d.comm.diverged import diverged
 from zero3d.comm.mesh import open_mesh, ranks_started
-from zero3d.comm.texts import everyones_numbers
+from zero3d.comm.texts import everyones_numbers, everyones_text
 from zero3d.config import Config
 from zero3d.contracts import Batch, Loss, ModelSource, OptimizerChoice, Watcher
 from zero3d.editing import edit, training_flags
@@ -39,7 +39,7 @@ from zero3d.optim.unheard import refuse_unheard
 from zero3d.params import ParamInfo
 from zero3d.pipeline.calling import Call, split
 from zero3d.pipeline.cut import Stages
-from zero3d.pipeline.same import refuse_other_data
+from zero3d.pipeline.same import CHECKED_STEPS, refuse_other_data
 from zero3d.pipeline.uneven import Mine, Padding, even_out, own, together
 from zero3d.precision import native_bf16, refuse_rounding
 from zero3d.replicas import check_replicas
@@ -49,12 +49,7 @@ from zero3d.tensor.loss import whole_logits
 from zero3d.trace.collect import collect
 from zero3d.trace.span import Span, Trace
 from zero3d.unwatched import UNWATCHED
-from zero3d.watch import non_finite
-
-MOST_SKIPS = 10
-"""fp16: so many steps in a row without finite gradients are no matter of the loss scale any more."""
-CHECKED_STEPS = 3
-"""In which the ranks that share a replica are looked at for having the same data."""
+from zero3d.watch import refuse_non_finite
 
 
 class Engine:
@@ -93,11 +88,12 @@ class Engine:
         self._assemble = partial(
             assemble, loss=loss, optimizer=optimizer, config=self.config, mesh=self._mesh, call=call
         )
+        self.aside = self._mesh.axes["dp"].aside
+        """What ranks tell each other beside the numbers of each step and evaluation."""
         self._last: Done | None = None
         self._saves = Saves(self._mesh)
         self._take(self._assemble(model))
-        self._steps = 0
-        self._updates = 0
+        self._steps = self._updates = 0
         self._closed = False
         self._sent: Counter[str] = Counter()
         self._sample: Batch = None
@@ -134,8 +130,12 @@ class Engine:
 
     @property
     def notice(self) -> str:
-        """What the user should know about how the model was built; empty if nothing."""
+        """What the user should know about how the model was built and where ranks are; empty if nothing."""
         return self._parts.notice
+
+    def everyones(self, mine: str, what: str) -> list[str]:
+        """The texts of all ranks, by rank; `what` they say, for errors. Collective."""
+        return everyones_text(mine, self._mesh.everyone, self.device, what)
 
     @property
     def host_memory(self) -> str:
@@ -172,7 +172,8 @@ class Engine:
         done = train_step(self._parts, micro_batches, self._steps, lr, watcher)
         self._check(done, micro_batches)
         self._mesh.enter_step(0)
-        self._sent.update({name: axis.sent_bytes - sent[name] for name, axis in self._mesh.axes.items()})
+        sent = {name: axis.sent_bytes - sent[name] for name, axis in self._mesh.axes.items()}
+        self._sent.update(sent)
         self._sample, self._last = next(iter(own(micro_batches)), self._sample), done
         self._steps, self._updates = self._steps + 1, self._updates + done.updated
         if self.config.run.check_every and self._steps % self.config.run.check_every == 0:
@@ -188,6 +189,7 @@ class Engine:
             seconds=time.perf_counter() - began,
             loss_scale=self._parts.scaler.scale,
             offload=self._parts.homes.take_seconds(),
+            sent=sent,
         )
 
     def evaluate(self, batch: Batch, *, outputs: bool = False) -> EvaluateReport:
@@ -320,9 +322,9 @@ class Engine:
         self._closed = False
 
     def check_replicas(self) -> None:
-        """Raises `DivergedError`, which names a parameter and ranks, where tensor-parallel ranks no longer have the
-        same bits in master weights that they should hold alike. Collective. See also `run.check_every`."""
-        check_replicas(self._parts.infos, self._parts.replica.shards, self._mesh)
+        """Raises `DivergedError`, which names a parameter and ranks, where ranks of tp, or stages with tied weights,
+        have other bits in master weights that they should hold alike. Collective. See also `run.check_every`."""
+        check_replicas(self._parts.infos, self._parts.replica.shards, self._mesh, self._parts.shared)
 
     def dtype_plan(self) -> list[tuple[str, str]]:
         """(what, dtype) of weights, master weights, gradients, what travels and optimizer state, as they are now."""
@@ -395,6 +397,4 @@ class Engine:
     def _check(self, done: Done, micro_batches: list[Batch]) -> None:
         if not done.totals.same_calls:
             raise diverged(self._parts.axis, self.device, f"in step {self._steps + 1}")
-        if done.totals.finite or (self._parts.scaler.enabled and self._parts.scaler.bad_steps < MOST_SKIPS):
-            return
-        raise non_finite(self._parts, micro_batches, self._steps)
+        refuse_non_finite(self._parts, done.totals, micro_batches, self._steps)

@@ -23,6 +23,7 @@ dp_index = group * (dp / replicas) + index within the group.
 ((0, 2), (4, 6), (1, 3), (5, 7))
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -84,6 +85,15 @@ class Layout:
         """The ranks that share each replica of the model, pp outside tp; one group for each index on dp."""
         places = [[Place(dp, tp, pp) for pp in range(self.pp) for tp in range(self.tp)] for dp in range(self.dp)]
         return tuple(tuple(self.rank(place) for place in group) for group in places)
+
+    def spread_over(self, hosts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The tp groups that no machine has whole; hosts: the machine of each rank.
+
+        >>> Layout(dp=2, tp=2).spread_over(["a", "b", "b", "b"])
+        ((0, 1),)
+        """
+        groups = [self.peers(rank, "tp") for rank in range(0, self.world, self.tp)]
+        return tuple(group for group in groups if len({hosts[rank] for rank in group}) > 1)
 
     def _group_size(self, replicas: int) -> int:
         if replicas < 1 or self.dp % replicas:

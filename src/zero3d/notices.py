@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from torch import nn
 
 
-def notices(built: str, model: nn.Module, *, has_blocks: bool, gathers: bool) -> str:
-    """Sentences, or nothing. `built`: how weights were made; `gathers`: weights are whole only while they are used."""
-    return " ".join(_each(built, model, has_blocks, gathers))
+def notices(built: str, model: nn.Module, placement: str = "", *, has_blocks: bool, gathers: bool) -> str:
+    """Sentences, or nothing. `built`: how weights were made; `gathers`: weights are whole only while they are used;
+    `placement`: of which ranks share a machine."""
+    return " ".join(filter(None, [*_each(built, model, has_blocks, gathers), placement]))
 
 
 def _each(built: str, model: nn.Module, has_blocks: bool, gathers: bool) -> Iterator[str]:

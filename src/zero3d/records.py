@@ -1,7 +1,7 @@
-"""What a run writes into its folder: config.toml, plan.json, metrics.jsonl, TensorBoard files when its package is there.
+"""What a run writes into its folder: config.toml, plan.json, metrics.jsonl, TensorBoard files where that is.
 
-The lines of metrics.jsonl are those of `--json`: notes if there are any, one a step, one at the end. What an
-earlier run left in the folder is kept under another name.
+The lines of metrics.jsonl are those of `--json`: notes if there are any, one a step, what was noticed, now and then how
+ranks compare, one at the end. What an earlier run left in the folder is kept under another name.
 """
 
 import importlib
@@ -12,11 +12,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from zero3d.listening import Listening
 from zero3d.report import plan_file
 
 if TYPE_CHECKING:
     from zero3d.reports import StepReport
+    from zero3d.stopping import Stopped
     from zero3d.train import Plan, Summary
+    from zero3d.watching.notice import Notice
+    from zero3d.watching.watch import RanksReport
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
@@ -41,13 +45,50 @@ def step_event(report: "StepReport") -> dict[str, object]:
         "lr": report.lr,
         "skipped": report.skipped,
         "seconds": report.seconds,
-    } | _offload(report.split)
+        **({} if report.mfu is None else {"mfu": report.mfu}),
+        **_offload(report.split),
+    }
 
 
 def note_events(plan: "Plan") -> list[dict[str, object]]:
     """What a user should know of how the run is done, before the first step; with offload its host memory too."""
     resumed = f"goes on from {plan.resumed}" if plan.resumed else ""
     return [{"event": "note", "message": message} for message in (resumed, plan.notice, plan.host_memory) if message]
+
+
+def notice_event(notice: "Notice") -> dict[str, object]:
+    """What was noticed in a step."""
+    return {
+        "event": "notice",
+        "step": notice.step,
+        "kind": notice.kind,
+        "rank": notice.rank,
+        "message": notice.message,
+    }
+
+
+def ranks_event(ranks: "RanksReport") -> dict[str, object]:
+    """How ranks compare; seconds and bytes of a step, the mean over those since the last such line."""
+    return {
+        "event": "ranks",
+        "step": ranks.step,
+        "busy_seconds": [round(one, 6) for one in ranks.busy],
+        "memory_bytes": list(ranks.memory),
+        "waited_seconds": {axis: round(seconds, 6) for axis, seconds in ranks.waited.items()},
+        "sent_bytes": dict(ranks.sent),
+    }
+
+
+def stopped_event(stopped: "Stopped") -> dict[str, object]:
+    """The last line of a run that was asked to end."""
+    return {
+        "event": "stopped",
+        "step": stopped.step,
+        "steps": stopped.steps,
+        "signal": stopped.signal,
+        "checkpoint": None if stopped.checkpoint is None else str(stopped.checkpoint),
+        "message": stopped.told,
+    }
 
 
 def done_event(summary: "Summary") -> dict[str, object]:
@@ -107,7 +148,7 @@ def _numbered(path: Path, number: int) -> Path:
     return path.with_name(f"{path.stem}-{number}{path.suffix}")
 
 
-class RunFolder:
+class RunFolder(Listening):
     """config.toml and plan.json at the start, a line of metrics.jsonl every `run.log_every` steps and one at the end.
 
     `kept`: what the records of an earlier run in the same folder are called now; known once started.
@@ -134,25 +175,34 @@ class RunFolder:
         fresh.replace(self.folder / METRICS)
         self._metrics = open(self.folder / METRICS, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         for event in note_events(plan):
-            self._metrics.write(as_line(event) + "\n")
+            self._write(event)
 
     def stepped(self, report: "StepReport") -> None:
-        if self._metrics and report.step % self._every == 0:
-            self._metrics.write(as_line(step_event(report)) + "\n")
+        if report.step % self._every == 0:
+            self._write(step_event(report))
 
-    def working_on(self, what: str) -> None:
-        pass
+    def noticed(self, notice: "Notice") -> None:
+        self._write(notice_event(notice))
+
+    def compared(self, ranks: "RanksReport") -> None:
+        self._write(ranks_event(ranks))
 
     def done(self, summary: "Summary") -> None:
+        self._write(done_event(summary))
+
+    def stopped(self, stopped: "Stopped") -> None:
+        self._write(stopped_event(stopped))
+
+    def _write(self, event: Mapping[str, object]) -> None:
         if self._metrics:
-            self._metrics.write(as_line(done_event(summary)) + "\n")
+            self._metrics.write(as_line(event) + "\n")
 
     def close(self) -> None:
         if self._metrics:
             self._metrics.close()
 
 
-class TensorBoard:
+class TensorBoard(Listening):
     """Loss, gradient norm, learning rate and speed as TensorBoard scalars; a subfolder a run."""
 
     @staticmethod
@@ -177,13 +227,11 @@ class TensorBoard:
             "train/grad_norm": report.grad_norm,
             "train/lr": report.lr,
             "train/tokens_per_second": report.tokens / report.seconds,
+            **({} if report.mfu is None else {"train/mfu": report.mfu}),
             **{f"offload/{name}_seconds": seconds for name, seconds in (report.split or {}).items()},
         }
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, report.step)
-
-    def working_on(self, what: str) -> None:
-        pass
 
     def done(self, summary: "Summary") -> None:
         self._writer.add_scalar("heldout/loss", summary.heldout_loss, summary.steps)

@@ -5,7 +5,7 @@ ranks hold. Each of these ranks updates its own copy, so nothing but equal gradi
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,14 +17,15 @@ from zero3d.params import ParamInfo
 from zero3d.zero.shard import Shard
 
 
-def check_replicas(infos: Sequence[ParamInfo], shards: Iterable[Shard], mesh: Mesh) -> None:
-    """Compares checksums of the master weights in this rank's shards over tp. Frozen parameters are left out, as
-    nothing changes them. Collective over all ranks.
+def check_replicas(infos: Sequence[ParamInfo], shards: Sequence[Shard], mesh: Mesh, tied: Collection[str] = ()) -> None:
+    """Compares checksums of the master weights in this rank's shards over tp, and of those that are `tied` across
+    stages over pp. Frozen parameters are left out, as nothing changes them. Collective over all ranks.
 
     Raises `DivergedError` on every rank, which names the first parameter that differs, and the ranks.
     """
     order = {info.name: number for number, info in enumerate(infos)}
-    found = min(_differences(infos, shards, mesh), key=lambda one: order[one[0]], default=None)
+    differences = [*_differences(infos, shards, mesh), *_untied(sorted(tied), shards, mesh)]
+    found = min(differences, key=lambda one: order[one[0]], default=None)
     mine = f"{order[found[0]]:09} {found[1]}" if found else ""
     told = [text for text in everyones_text(mine, mesh.everyone, mesh.device, "checks of replicas") if text]
     if told:
@@ -59,6 +60,29 @@ def _differences(infos: Sequence[ParamInfo], shards: Iterable[Shard], mesh: Mesh
             if row[number] != rows[first][number]:
                 yield name, f"{name} has other values on rank {ranks[index]} than on rank {ranks[first]}"
                 break
+
+
+def _untied(tied: Sequence[str], shards: Sequence[Shard], mesh: Mesh) -> Iterator[tuple[str, str]]:
+    """The same of parameters that several stages have, over this pp axis; each is alone in its bucket."""
+    if not tied:
+        return
+    axis = mesh.axes["pp"].inner
+    sums = dict.fromkeys(tied, -1)
+    for shard in shards:
+        name = shard.bucket.slots[0].name
+        if name in sums:
+            shard.settle()
+            sums[name] = _checksum(shard.master)
+    mine = torch.tensor(list(sums.values()), dtype=torch.int64, device=mesh.device)
+    every = torch.empty(axis.size * len(mine), dtype=torch.int64, device=mesh.device)
+    axis.all_gather(every, mine, "checks of ties").wait()
+    rows = every.view(axis.size, len(mine)).tolist()
+    ranks = mesh.layout.peers(mesh.rank, "pp")
+    for number, name in enumerate(tied):
+        have = [index for index, row in enumerate(rows) if row[number] >= 0]
+        other = next((index for index in have if rows[index][number] != rows[have[0]][number]), None)
+        if other is not None:
+            yield name, f"{name}, tied across stages, has other values on rank {ranks[other]} than on {ranks[have[0]]}"
 
 
 def _checksum(values: Tensor) -> int:

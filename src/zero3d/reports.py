@@ -1,6 +1,7 @@
 """What a step, and an evaluation, came to."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from zero3d.offload.queues import Seconds
@@ -13,7 +14,8 @@ class StepReport:
     loss: mean over the global batch's counted targets (NaN without any); tokens: their number; grad_norm: before
     clipping; clip_coefficient: what gradients were multiplied by; lr: of the first parameter group; skipped: nothing
     was updated (fp16 overflow, or no target counted); seconds: on this rank, from call to return; loss_scale: fp16's,
-    else 1; offload: where they went, or None without offload.
+    else 1; offload: where they went, or None without offload; sent: axis -> bytes that this rank sent in it; mfu:
+    the part of the devices' peak FLOP/s that the model's own are, as `zero3d train` finds it where the peak is known.
     """
 
     step: int
@@ -26,6 +28,8 @@ class StepReport:
     seconds: float
     loss_scale: float
     offload: Seconds | None = None
+    sent: Mapping[str, int] = field(default_factory=dict)
+    mfu: float | None = None
 
     @property
     def grad_norm_after(self) -> float:

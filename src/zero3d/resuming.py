@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zero3d.alike import refuse_own_folders
 from zero3d.checkpoint import folders
 from zero3d.checkpoint.load import Loaded
 from zero3d.checkpoint.place import Place, Url, place
@@ -11,6 +12,7 @@ from zero3d.checkpoint.storage import storage_of
 from zero3d.engine import Engine
 from zero3d.errors import UsageError
 from zero3d.records import CHECKPOINTS
+from zero3d.stopping import Stopped
 
 MUST_STAY = {
     "run": ("seed",),
@@ -26,10 +28,19 @@ class Checkpoints:
 
     def __init__(self, engine: Engine) -> None:
         self.last: Path | Url | None = None
+        self._saved_step: int | None = None
+        self._others = False
         self._engine = engine
         self._options = engine.config.checkpoint
         self._folder = place(self._options.folder or Path(engine.config.run.out) / CHECKPOINTS)
         storage_of(self._folder)
+
+    def refuse_own(self, *, resume: bool) -> None:
+        """UsageError: each machine has a folder of its own, where one is needed that all ranks write. Collective."""
+        if isinstance(self._folder, Path) and (self._options.every or resume):
+            own = self._options.folder is None  # Below run.out nothing is there until there is a checkpoint.
+            folder, key = (self._folder.parent, "run.out") if own else (self._folder, "checkpoint.folder")
+            refuse_own_folders(self._engine, folder, key)
 
     def resume(self) -> Loaded | None:
         """Goes on from the newest whole one; None where there is none at all. Collective.
@@ -46,7 +57,8 @@ class Checkpoints:
         folder has the checkpoints of another, which would come first. (Those in run.out are moved aside with all that
         is there.)"""
         own = self._options.folder is None
-        if loaded is None and self._options.every and not own and folders.any_in(self._folder):
+        self._others = loaded is None and not own and folders.any_in(self._folder)
+        if self._others and self._options.every:
             raise UsageError(
                 "there are checkpoints of another run",
                 where=str(self._folder),
@@ -58,9 +70,24 @@ class Checkpoints:
         every = self._options.every
         if not every or (step % every and not last):
             return
+        self._save(step, background=self._options.background and not last)
+
+    def stop(self, step: int, steps: int, signal: str) -> Stopped:
+        """A run that is to end after `step` of `steps` saves that, with checkpoint.every = 0 too. Collective."""
+        if self._others:  # checkpoint.every is 0, or the run had not begun.
+            why = f"nothing was saved, as {self._folder} has the checkpoints of another run"
+            return Stopped(step=step, steps=steps, signal=signal, checkpoint=None, why=why)
+        if self._saved_step == step:
+            self._tidy()
+        else:
+            self._save(step, background=False)
+        return Stopped(step=step, steps=steps, signal=signal, checkpoint=self.last)
+
+    def _save(self, step: int, *, background: bool) -> None:
         self._tidy()  # The one before is whole by now, or becomes so.
-        self.last = self._engine.save(self._folder, background=self._options.background and not last)
-        if last:
+        self.last = self._engine.save(self._folder, background=background)
+        self._saved_step = step
+        if not background:
             self._tidy()
 
     def _tidy(self) -> None:

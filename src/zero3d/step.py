@@ -41,7 +41,7 @@ def train_step(
     for shared in parts.sums:
         parts.replica.has_changed(shared.add_up())
 
-    totals = agree(_mine(parts), parts.axis, parts.model_axis, parts.device)
+    totals = _agree(parts)
     divisor = max(totals.count, 1) * parts.scaler.scale
     clipping = clip(totals.squares, divisor, parts.clip_norm)
     updated = totals.finite and totals.same_calls and totals.count > 0
@@ -61,7 +61,7 @@ def evaluate_step(parts: Parts, micro_batches: Sequence[Batch], outputs: list[An
         for stage in parts.stages.values():
             stage.evaluate(number, micro_batch, outputs)
     parts.pipeline.settle()
-    return agree(_mine(parts, trains=False), parts.axis, parts.model_axis, parts.device)
+    return _agree(parts, trains=False)
 
 
 def _start(parts: Parts) -> None:
@@ -71,7 +71,13 @@ def _start(parts: Parts) -> None:
         stage.start()
 
 
-def _mine(parts: Parts, *, trains: bool = True) -> Part:
+def _agree(parts: Parts, *, trains: bool = True) -> Totals:
+    totals = agree(_mine(parts, trains), parts.axis, parts.model_axis, parts.device)
+    parts.axis.aside.found = totals.aside
+    return totals
+
+
+def _mine(parts: Parts, trains: bool) -> Part:
     outcomes = [outcome for stage in parts.stages.values() for outcome in stage.outcomes]
     return Part(
         losses=[outcome.loss for outcome in outcomes],
@@ -80,4 +86,5 @@ def _mine(parts: Parts, *, trains: bool = True) -> Part:
         arrivals=parts.replica.arrivals() if trains else {},
         digest=parts.axis.digest,
         speaks=parts.speaks,
+        aside=parts.axis.aside.mine,
     )

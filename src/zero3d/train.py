@@ -5,7 +5,7 @@ Runs on every rank. All that people or programs see of it goes through `Listener
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from zero3d.alike import refuse_other_tokens
 from zero3d.checkpoint.load import Loaded
 from zero3d.checkpoint.place import Url
 from zero3d.config import Config
@@ -23,14 +24,20 @@ from zero3d.data.prepare import Prepared
 from zero3d.data.tokenizers import BYTES, Tokenizer, tokenizer_for
 from zero3d.engine import Engine
 from zero3d.errors import UsageError
+from zero3d.everyone import Everyone
+from zero3d.layout import AXES, Layout
+from zero3d.mfu import Mfu
 from zero3d.models.gpt import generate
 from zero3d.offload.budget import MachineNeed
 from zero3d.planner import bubble
 from zero3d.planner.memory import ModelStates, at_each_level
 from zero3d.reports import StepReport
 from zero3d.resuming import Checkpoints
+from zero3d.stopping import Asked, Nobody, Stopped
 from zero3d.tensor.loss import next_token_loss
 from zero3d.trace.tracer import Tracer
+from zero3d.watching.notice import Notice
+from zero3d.watching.watch import RanksReport, Watch
 
 HELDOUT_TOKENS = 1 << 17
 """Held-out tokens that are evaluated, at most: enough for the third digit, little beside the training."""
@@ -110,11 +117,23 @@ class Listener(Protocol):
 
     def stepped(self, report: StepReport) -> None: ...
 
+    def noticed(self, notice: Notice) -> None:
+        """After the step that it is of."""
+        ...
+
+    def compared(self, ranks: RanksReport) -> None:
+        """Now and then, after a step."""
+        ...
+
     def working_on(self, what: str) -> None:
         """The steps are done; what takes time now."""
         ...
 
     def done(self, summary: Summary) -> None: ...
+
+    def stopped(self, stopped: Stopped) -> None:
+        """In place of `done`: somebody asked the run to end."""
+        ...
 
     def close(self) -> None:
         """However the run ends."""
@@ -128,15 +147,20 @@ def train(
     listeners: Sequence[Listener],
     traced_steps: int = 0,
     resume: bool = False,
-) -> Summary:
+    asked: Asked | None = None,
+) -> Summary | Stopped:
     """Trains as `config` says, and traces so many steps; `resume`: from the newest checkpoint of run.out, where there
-    is one. Every rank calls it; rank 0 tells the listeners and has the sample."""
+    is one. Every rank calls it; rank 0 tells the listeners and has the sample. Once a rank was `asked` to end, all of
+    them save a checkpoint of the step under way and leave."""
+    asked = asked or Nobody()
     # Every key as one that was set: the batches are ours, of the size that even a silent default says.
     whole = Config.load(config.model_dump())
     engine = Engine(build, next_token_loss, config.optimizer.name, whole)
     everyone = Everyone(listeners if engine.rank == 0 else ())
     try:
         checkpoints = Checkpoints(engine)
+        refuse_other_tokens(engine, prepared)
+        checkpoints.refuse_own(resume=resume)
         loaded = checkpoints.resume() if resume else None
         checkpoints.begin(loaded)
         plan = _plan(engine, prepared, loaded, resume=resume)
@@ -149,15 +173,28 @@ def train(
         )
         steps = range(plan.first_step, plan.config.num_steps)
         tracer = Tracer(engine, Path(plan.config.run.out), traced_steps, steps)
+        layout = Layout(**{axis: getattr(plan.config.parallel, axis) for axis in AXES})
+        watch = Watch(engine.aside, layout, engine.rank, engine.device, asked)
+        mfu = Mfu(plan.config, plan.trainable, plan.world, engine.device, dict(plan.dtypes).get("weights", ""))
         reports = []
-        for step in steps:
-            batch = batches.batch(step, engine.dp_index, engine.dp_size)
-            with tracer.step(step) as watcher:
-                report = engine.step(batch, watcher)
-            reports.append(report)
-            everyone.stepped(report)
-            checkpoints.stepped(step + 1, last=step + 1 == steps.stop)
-        summary = _look_back(engine, prepared, plan, reports, everyone, tracer.written, checkpoints.last)
+        with asked.listening():
+            for step in steps:
+                batch = batches.batch(step, engine.dp_index, engine.dp_size)
+                watch.tell()
+                with tracer.step(step) as watcher:
+                    made = engine.step(batch, watch.beside(watcher))
+                report = replace(made, mfu=mfu.of(made.tokens, made.seconds))
+                reports.append(report)
+                everyone.stepped(report, *watch.stepped(report))
+                checkpoints.stepped(step + 1, last=step + 1 == steps.stop)
+                if watch.stop:
+                    break
+            summary = _look_back(engine, prepared, plan, reports, everyone, watch, tracer.written, checkpoints.last)
+            if summary is None:
+                assert watch.stop is not None, "or there is a summary"
+                stopped = checkpoints.stop(reports[-1].step, steps.stop, watch.stop)
+                everyone.stopped(stopped)
+                return stopped
         everyone.done(summary)
         return summary
     finally:
@@ -219,14 +256,19 @@ def _look_back(
     prepared: Prepared,
     plan: Plan,
     reports: Sequence[StepReport],
-    everyone: "Everyone",
+    everyone: Everyone,
+    watch: Watch,
     trace: Path | None,
     checkpoint: Path | Url | None,
-) -> Summary:
-    """What was held and sent by the last step, and what was learned."""
+) -> Summary | None:
+    """What was held and sent by the last step, and what was learned; None: the run is to end at once."""
+    if watch.stop:
+        return None
     held, sent = engine.held_bytes(), engine.sent_bytes()
     everyone.working_on("reading held-out text")
-    heldout_loss = _evaluate(engine, prepared, plan)
+    heldout_loss = _evaluate(engine, prepared, plan, watch)
+    if watch.stop:
+        return None
     everyone.working_on("writing a sample")
     prompt, sample = _sample(engine, prepared)
     last, timed = reports[-LAST_STEPS:], reports[1:] or reports
@@ -255,8 +297,8 @@ def _mean(splits: Sequence[dict[str, float]]) -> dict[str, float] | None:
     return {name: sum(one[name] for one in splits) / len(splits) for name in splits[0]} if splits else None
 
 
-def _evaluate(engine: Engine, prepared: Prepared, plan: Plan) -> float:
-    """Mean loss over the held-out windows; the ranks share them."""
+def _evaluate(engine: Engine, prepared: Prepared, plan: Plan, watch: Watch) -> float:
+    """Mean loss over the held-out windows, which the ranks share; of the first of them where the run is to end."""
     config = plan.config
     total = tokens = 0.0
     micro_batch = config.parallel.micro_batch
@@ -269,9 +311,12 @@ def _evaluate(engine: Engine, prepared: Prepared, plan: Plan) -> float:
         engine.dp_index,
         engine.dp_size,
     ):
+        watch.tell()
         report = engine.evaluate(batch)
         total += report.loss * report.tokens
         tokens += report.tokens
+        if watch.stop:
+            break
     return total / tokens
 
 
@@ -315,30 +360,3 @@ def _bits(prepared: Prepared, plan: Plan, train_loss: float, heldout_loss: float
         heldout=heldout_loss / nats * len(prepared.heldout) / prepared.heldout_bytes,
         orders=orders,
     )
-
-
-class Everyone:
-    """All listeners as one."""
-
-    def __init__(self, listeners: Sequence[Listener]) -> None:
-        self._listeners = listeners
-
-    def started(self, plan: Plan) -> None:
-        for one in self._listeners:
-            one.started(plan)
-
-    def stepped(self, report: StepReport) -> None:
-        for one in self._listeners:
-            one.stepped(report)
-
-    def working_on(self, what: str) -> None:
-        for one in self._listeners:
-            one.working_on(what)
-
-    def done(self, summary: Summary) -> None:
-        for one in self._listeners:
-            one.done(summary)
-
-    def close(self) -> None:
-        for one in self._listeners:
-            one.close()

@@ -11,17 +11,23 @@ from zero3d.assemble import Parts
 from zero3d.comm.texts import everyones_text
 from zero3d.contracts import Batch
 from zero3d.errors import NonFiniteError
+from zero3d.optim.tally import Totals
 from zero3d.pipeline.runtime import run
 from zero3d.trees import tensors_in
 from zero3d.unwatched import UNWATCHED
 
+MOST_SKIPS = 10
+"""fp16: so many steps in a row without finite gradients are no matter of the loss scale any more."""
 
-def non_finite(parts: Parts, micro_batches: Sequence[Batch], step: int) -> NonFiniteError:
-    """What to raise. Collective; weights stay as they are."""
+
+def refuse_non_finite(parts: Parts, totals: Totals, micro_batches: Sequence[Batch], step: int) -> None:
+    """Raises `NonFiniteError` if numbers of the step went wrong for good. Collective then; weights stay as they are."""
+    if totals.finite or (parts.scaler.enabled and parts.scaler.bad_steps < MOST_SKIPS):
+        return
     skips = parts.scaler.bad_steps if parts.scaler.enabled else 0
     found = "; ".join(first_non_finite(parts, micro_batches, step)) or "every rank's own are, their sum is not"
     in_a_row = f" in {skips} steps in a row" if skips else ""
-    return NonFiniteError(
+    raise NonFiniteError(
         f"loss or gradients are not finite{in_a_row} (step {step}): {found}",
         hint="The weights are those before this step. Look at that module's input, or lower the learning rate.",
     )

@@ -6,7 +6,7 @@ import sys
 import typer.main
 
 from zero3d.cli.main import app
-from zero3d.cli.train import INTERRUPTED
+from zero3d.cli.signals import INTERRUPTED, exit_code
 
 SURFACE = {
     "zero3d": ["--version"],
@@ -35,8 +35,22 @@ SURFACE = {
         "--allow-code",
         "--debug",
     ],
+    "plan": [
+        "--model",
+        "--devices",
+        "--device",
+        "--per-node",
+        "--global-batch",
+        "--sequence",
+        "--host-memory",
+        "--out",
+        "--top",
+        "--json",
+        "--allow-code",
+    ],
     "memory": ["--params", "--dp", "--k", "--weights", "--gradients", "--level", "--offload", "--json"],
     "report": ["RUN", "--out", "--json"],
+    "top": ["RUN", "--once", "--json"],
     "show": [],
     "show checkpoint": ["PATH", "--verify", "--json"],
     "show layout": ["CONFIG", "-n/--ranks", "--set", "--json", "--allow-code"],
@@ -61,7 +75,9 @@ def _options(command: object) -> list[str]:
 
 
 def test_interrupted_leaves_with_130() -> None:
-    assert INTERRUPTED == 130
+    assert INTERRUPTED == 130 == exit_code("SIGINT", saved=True) == exit_code("SIGINT", saved=False)
+    assert exit_code("SIGTERM", saved=True) == 143 and exit_code("SIGHUP", saved=True) == 129
+    assert exit_code("SIGUSR1", saved=True) == 0 and exit_code("SIGUSR1", saved=False) == 138
 
 
 def test_help_and_version_answer_without_torch() -> None:

@@ -99,3 +99,32 @@ def test_heads_that_two_ranks_hold_are_compared() -> None:
 def test_a_check_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"run.check_every = 5 at parallel.tp = 1"):
         Config.load({"run": {"check_every": 5}})
+
+
+def untied(stray: int | None) -> str:
+    """The output layer is the embedding, on another stage: with a copy that has changed on rank `stray`."""
+    engine = zero3d.Engine(
+        gpt,
+        lambda logits, batch: zero3d.cross_entropy(logits, batch["targets"]),
+        tiny.adamw,
+        {
+            "run": {"check_every": 1},
+            "parallel": {"dp": 1, "pp": 2, "micro_batch": 1},
+            "data": {"sequence_length": tiny.LENGTH},
+        },
+    )
+    train(engine, 2)
+    for shard in engine._parts.replica.shards if engine.rank == stray else ():
+        if shard.bucket.slots[0].name in engine._parts.shared:
+            shard.master[3] += 1.0
+    try:
+        engine.check_replicas()
+    except zero3d.DivergedError as error:
+        return str(error)
+    return ""
+
+
+def test_weights_tied_across_stages_stay_equal_and_one_that_strays_is_named() -> None:
+    assert run_ranks(2, untied, None) == ["", ""]
+    told = run_ranks(2, untied, 1)
+    assert told[0] == told[1] and "tied across stages, has other values on rank 1 than on 0" in told[0]

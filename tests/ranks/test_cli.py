@@ -232,9 +232,10 @@ def running(folder: Path) -> Iterator[Running]:
         rank.kill()
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT to the group", "SIGINT twice"])
-def test_an_interrupt_ends_all_ranks_with_130(running: Running, how: str) -> None:
-    """Ctrl-C reaches the group of the terminal; `kill` and `timeout` reach the command alone."""
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "SIGINT to the group", "SIGINT twice"])
+def test_an_interrupt_ends_all_ranks_after_the_step_with_a_checkpoint(running: Running, how: str) -> None:
+    """Ctrl-C reaches the group of the terminal; `kill` and `timeout` reach the command alone. 130 for Ctrl-C, 143 for
+    SIGTERM; SIGUSR1 asks for no more than what it gets: 0. The same again ends it at once."""
     if how == "SIGINT to the group":
         os.killpg(running.process.pid, signal.SIGINT)
     else:
@@ -242,15 +243,20 @@ def test_an_interrupt_ends_all_ranks_with_130(running: Running, how: str) -> Non
     if how == "SIGINT twice":
         time.sleep(0.02)
         running.process.send_signal(signal.SIGINT)
-    code, told = running.end(5)
-    assert code == 130
+    code, told = running.end(60)
+    assert code == {"SIGTERM": 143, "SIGUSR1": 0}.get(how, 130), told
     last = re.fullmatch(
-        r"zero3d: interrupted after step ([\d,]+) of 1,000,000; metrics are in out/metrics.jsonl", told.splitlines()[-1]
+        r"zero3d: (interrupted|stopped by \w+) after step ([\d,]+) of 1,000,000;(.*) metrics are in out/metrics.jsonl",
+        told.splitlines()[-1],
     )
     assert last, told
-    lines = (running.folder / "out" / "metrics.jsonl").read_text().splitlines()
-    step = int(last[1].replace(",", ""))
-    assert abs(json.loads(lines[-1])["step"] - step) <= 1, "each line is written with its step"
+    lines = [json.loads(line) for line in (running.folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    step = int(last[2].replace(",", ""))
+    assert abs(lines[-1]["step"] - step) <= 1, "each line is written with its step"
+    if how != "SIGINT twice":  # The second may come when all is done.
+        saved = f"out/checkpoints/step-{step:08}"
+        assert lines[-1]["event"] == "stopped" and lines[-1]["checkpoint"] == saved
+        assert f"saved {saved}; --resume goes on from it;" in last[3] and (running.folder / saved).is_dir()
     assert "Traceback" not in told
 
 

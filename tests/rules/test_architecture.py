@@ -272,6 +272,7 @@ def test_pure_parts_load_no_torch(name: str) -> None:
         "cli/show_checkpoint.py",
         "cli/export.py",
         "cli/report.py",
+        "cli/top.py",
         "cli/memory.py",
         "cli/calibrate.py",
         "cli/checks.py",

@@ -15,11 +15,12 @@ import typer
 
 from zero3d.cli import machine
 from zero3d.cli.checks import PROCESS_BYTES
+from zero3d.cli.failure import Interrupted
 from zero3d.cli.options import AsJson, Debug
 from zero3d.cli.rank import PARENT, run_as_rank, started_as
 from zero3d.cli.reporting import reporting_errors
+from zero3d.cli.signals import INTERRUPTED
 from zero3d.cli.style import size
-from zero3d.cli.train import INTERRUPTED
 from zero3d.errors import UsageError
 
 if TYPE_CHECKING:
@@ -67,9 +68,9 @@ def command(
     arguments = ["calibrate", "--out", str(out), "--seconds", str(seconds), *(["--json"] if as_json else [])]
     try:
         code = reporting_errors(lambda: _start(out, ranks, arguments, environment, debug=debug), as_json=as_json)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as end:
         print("zero3d: interrupted; no profile was written", file=sys.stderr)
-        code = INTERRUPTED
+        code = end.exit_code if isinstance(end, Interrupted) else INTERRUPTED
     raise typer.Exit(code)
 
 

@@ -3,7 +3,7 @@
 import importlib.util
 import inspect
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,6 +53,16 @@ def check_started(asked: int | None, world: int) -> None:
         raise ConfigError(
             f"-n {asked}, and a launcher has started {world} rank{'s' * (world > 1)}",
             hint="Leave -n out and tell the launcher how many to start.",
+        )
+
+
+def check_restarted(environment: Mapping[str, str], *, resume: bool) -> None:
+    """Where a launcher starts ranks again after a failure, they go on from what was saved."""
+    number = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if number and not resume:
+        raise UsageError(
+            f"this is restart {number} of the launcher, and without --resume the run would begin anew",
+            hint="Add --resume to the command that torchrun starts: without a checkpoint it begins anew too.",
         )
 
 

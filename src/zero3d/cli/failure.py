@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zero3d.cli.signals import exit_code
 from zero3d.errors import OutOfSpaceError, RankFailedError, UsageError, Zero3dError
 
 LOST = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection refused")
@@ -26,12 +27,20 @@ class Failure:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended the ranks. `step`: the last that was done, None before the first; `told`: for the user."""
+    """A signal ended the ranks, or this process before there were any. `step`: the last that was done, None before the
+    first; `end`: the event of a run that ended well as it was asked to, else None; `told`: for the user."""
 
-    def __init__(self, step: int | None) -> None:
+    def __init__(self, signal_name: str, step: int | None = None, end: dict[str, Any] | None = None) -> None:
         super().__init__()
+        self.signal_name = signal_name
         self.step = step
-        self.told = "interrupted"
+        self.end = end
+        how = "interrupted" if signal_name == "SIGINT" else f"ended by {signal_name}"
+        self.told = f"{how} before the first step was done" if step is None else f"{how} after step {step:,}"
+
+    @property
+    def exit_code(self) -> int:
+        return exit_code(self.signal_name, saved=self.end is not None and self.end.get("checkpoint") is not None)
 
 
 class ReportedError(Zero3dError):

@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException, Subpr
 from zero3d.cli.failure import Failure, Interrupted, ReportedError, root_cause
 from zero3d.cli.machine import cpu_cores, loopback_interface
 from zero3d.cli.rank import PARENT, STEP_FILE, TOKENS, StepFile
+from zero3d.cli.signals import NUMBERS
 
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.05
@@ -34,7 +35,7 @@ OTHERS_SECONDS = 1.0
 first that failed."""
 END_SECONDS = 2
 """A rank that is told to end and has not ended after this long is killed."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ENDING = "zero3d: ending after the step under way; the same again ends it at once, without a checkpoint"
 
 
 def run_ranks(
@@ -42,7 +43,8 @@ def run_ranks(
 ) -> ReportedError | None:
     """Runs `python -m zero3d ARGUMENTS` as `ranks` ranks; None when all of them did what they should.
 
-    Interrupted: SIGINT, SIGTERM or SIGHUP came. No rank lives when this returns or raises.
+    A signal of `signals.NUMBERS` is passed on to ranks that train, which then end by themselves, with a checkpoint; the
+    second of a kind ends them at once. `Interrupted` is raised then. No rank lives when this returns or raises.
     """
     if not debug:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
@@ -56,14 +58,17 @@ def run_ranks(
             environments[0][STEP_FILE] = str(step_file)
             context = _start(arguments, environments, folder, debug=debug)
             # Starting installs handlers that raise; ours, which only take note, cannot break a clean-up.
-            for number in SIGNALS:
+            for number in NUMBERS:
                 signal.signal(number, asked.take_note)
             try:
-                return _watch(context, asked)
+                failed = _watch(context, asked, step_file)
             finally:
-                context.close(signal.SIGTERM, timeout=END_SECONDS)
-    except (KeyboardInterrupt, SignalException):
-        raise Interrupted(StepFile.read(step_file)) from None
+                context.close(signal.SIGKILL, timeout=END_SECONDS)
+        if failed is None and (end := StepFile.read_end(step_file)) is not None:
+            raise Interrupted(end["signal"], end["step"], end)
+        return failed
+    except SignalException as came:
+        raise Interrupted(signal.Signals(came.sigval).name, StepFile.read(step_file)) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -111,12 +116,21 @@ def _start(
     return context
 
 
-def _watch(context: SubprocessContext, asked: "_Asked") -> ReportedError | None:
+def _watch(context: SubprocessContext, asked: "_Asked", step_file: Path) -> ReportedError | None:
     """Until all ranks have ended well, or one has not."""
     seen_first: float | None = None
+    passed_on = 0
     while True:
-        if asked.signal is not None:
-            raise KeyboardInterrupt
+        if len(asked.signals) > passed_on:
+            number, step = asked.signals[passed_on], StepFile.read(step_file)
+            name = NUMBERS[number]
+            # Before the first step there is nothing to save, and what happens may take long.
+            if step is None or number in asked.signals[:passed_on]:
+                raise Interrupted(name, step)
+            passed_on += 1
+            print(f"{ENDING} ({name})", file=sys.stderr, flush=True)
+            for one in context.subprocess_handlers.values():
+                one.proc.send_signal(number)
         codes = {rank: one.proc.poll() for rank, one in context.subprocess_handlers.items()}
         failed = {rank: code for rank, code in codes.items() if code}
         running = [rank for rank, code in codes.items() if code is None]
@@ -157,18 +171,19 @@ def _store() -> Iterator[int]:
 
 
 class _Asked:
-    """Which signal came, if one did."""
+    """Which signals came, in their order."""
 
-    signal: int | None = None
+    def __init__(self) -> None:
+        self.signals: list[int] = []
 
     def take_note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
+        self.signals.append(number)
 
 
 @contextmanager
 def _interruptible() -> Iterator[_Asked]:
     asked = _Asked()
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in NUMBERS}
     try:
         yield asked
     finally:

@@ -6,7 +6,7 @@ from typing import Annotated, cast
 
 import typer
 
-from zero3d.cli import calibrate, dryrun, export, memory, report, show, train, verify
+from zero3d.cli import calibrate, dryrun, export, memory, plan, report, show, top, train, verify
 
 app = typer.Typer(
     name="zero3d",
@@ -19,10 +19,12 @@ app = typer.Typer(
 app.command("train")(train.command)
 app.command("verify")(verify.command)
 app.command("export")(export.command)
+app.command("plan")(plan.command)
 app.command("dryrun")(dryrun.command)
 app.command("memory")(memory.command)
 app.command("calibrate")(calibrate.command)
 app.command("report")(report.command)
+app.command("top")(top.command)
 app.add_typer(show.app, name="show")
 
 

@@ -13,11 +13,14 @@ from zero3d.cli.offload_tables import host_memory, split_text
 from zero3d.cli.options import Options
 from zero3d.cli.style import count, seconds
 from zero3d.cli.suggest import suggestions
+from zero3d.listening import Listening
 from zero3d.records import RunFolder
 
 if TYPE_CHECKING:
     from zero3d.reports import StepReport
+    from zero3d.stopping import Stopped
     from zero3d.train import Plan, Summary
+    from zero3d.watching.notice import Notice
 
 LINE_SECONDS = 10.0
 """Where there is no terminal, a line at the first step, the last, and this often."""
@@ -28,7 +31,7 @@ BESIDE = 12
 """Columns of the bar's line that are neither the step nor what is known of it."""
 
 
-class Screen:
+class Screen(Listening):
     """Shows a run on `console`; `brief`: its progress alone, as where stdout belongs to a program."""
 
     def __init__(self, console: Console, *, brief: bool, options: Options, folder: RunFolder) -> None:
@@ -78,6 +81,13 @@ class Screen:
             self._next_line = time.monotonic() + LINE_SECONDS
             self._console.print(f"{name}  {told}", highlight=False, soft_wrap=True)
 
+    def noticed(self, notice: "Notice") -> None:
+        self._print(Text(f"step {notice.step:,}: {notice.message}", "yellow"))
+
+    def stopped(self, stopped: "Stopped") -> None:
+        """What is to be said the command says at its very end, or torchrun's rank 0."""
+        self.close()
+
     def working_on(self, what: str) -> None:
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], description=what, facts="")
@@ -126,6 +136,7 @@ class _Pace:
         return [
             f"{report.loss * self._scale:.3f} {self._unit}",
             f"{count(report.tokens / self._step_seconds)} tokens/s",
+            *([f"MFU {report.mfu:.1%}"] if report.mfu is not None else []),
             f"norm {report.grad_norm:.2f}" if not report.skipped else "skipped",
             f"lr {report.lr:.2g}",
             *([split_text(report.split)] if report.split else []),

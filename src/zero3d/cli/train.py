@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -22,15 +23,16 @@ from zero3d.cli import checks
 from zero3d.cli.failure import Interrupted, as_known
 from zero3d.cli.options import AllowCode, AsJson, ConfigPath, Debug, Options, Ranks, Settings
 from zero3d.cli.rank import PARENT, STEP_FILE, TOKENS, StepFile, run_as_rank, started_as
+from zero3d.cli.signals import NUMBERS, Signals, exit_code
 from zero3d.config import Config
 from zero3d.records import CHECKPOINTS, METRICS
+from zero3d.wandb_records import WeightsAndBiases, check_wandb
 
 if TYPE_CHECKING:
     from zero3d.data.prepare import Prepared, Progress
     from zero3d.models.presets import Build
     from zero3d.train import Listener
 
-INTERRUPTED = 130
 TRACED_STEPS = 3
 """With --trace, where nobody says how many."""
 FILE_WIDTH = 100
@@ -68,7 +70,7 @@ def command(
     raise typer.Exit(run_verb(options, partial(_train_on_rank, traced, resume)))
 
 
-def run_verb(options: Options, on_rank: Callable[[Options, int, int], None]) -> int:
+def run_verb(options: Options, on_rank: Callable[[Options, int, int], int | None]) -> int:
     """Starts ranks, or is one of them and calls `on_rank(options, rank, world)`. -> the exit code."""
     environment = dict(os.environ)
     started = started_as(environment)
@@ -81,6 +83,7 @@ def start(options: Options, environment: dict[str, str]) -> None:
     """In the process that the user started."""
     config = Config.load(options.config, options.settings)
     checks.check_code(config, options.allow_code)
+    check_wandb(config)
     # How many ranks there are may hang on the number of GPUs, which takes seconds to learn: the rest first.
     if options.ranks is not None or config.parallel.dp != "auto":
         checks.check_ranks(config, checks.choose_ranks(config, options.ranks))
@@ -106,33 +109,45 @@ def _run(config: Config, options: Options, environment: dict[str, str]) -> None:
         environment[TOKENS] = prepared.name
         failed = run_ranks(options.as_arguments(), ranks, environment, debug=options.debug)
     except Interrupted as end:
-        end.told = _until_then(config, end.step)
+        end.told = _until_then(config, end)
         raise
     if failed is not None:
         raise failed
 
 
-def _until_then(config: Config, step: int | None) -> str:
-    """How far a run came that was interrupted, and where its measurements are."""
+def _until_then(config: Config, end: Interrupted) -> str:
+    """How far a run came that was interrupted, and where its checkpoint and its measurements are."""
+    told, step = end.told, end.step
     if step is None:
-        return "interrupted before the first step was done"
+        return told
     metrics = Path(config.run.out) / METRICS
-    told = f"interrupted after step {step:,} of {config.num_steps:,}"
-    saved = [one.name for one in (metrics.parent / CHECKPOINTS).glob("step-*") if "." not in one.name]
-    if saved:
-        told += f"; --resume goes on from {max(saved)}"
+    if end.end is not None:
+        told = str(end.end["message"])
+    else:
+        told += f" of {config.num_steps:,}"
+        saved = [one.name for one in (metrics.parent / CHECKPOINTS).glob("step-*") if "." not in one.name]
+        told += f"; --resume goes on from {max(saved)}" if saved else ""
     # With run.log_every there may be no line yet.
     return f"{told}; metrics are in {metrics}" if step >= config.run.log_every else told
 
 
-def _train_on_rank(traced: int, resume: bool, options: Options, rank: int, world: int) -> None:
+def _train_on_rank(traced: int, resume: bool, options: Options, rank: int, world: int) -> int:
     """In each process that `start` or torchrun started."""
     from zero3d import train
+    from zero3d.stopping import Stopped
 
+    checks.check_restarted(os.environ, resume=resume)
     config, prepared, build = read_on_rank(options, world)
-    if PARENT not in os.environ:  # under torchrun, which was told how many
+    alone = PARENT not in os.environ
+    if alone:  # under torchrun, which was told how many
         options = replace(options, ranks=world)
-    train.train(config, prepared, build, _listeners(config, options) if rank == 0 else (), traced, resume)
+    listeners = _listeners(config, options) if rank == 0 else ()
+    ended = train.train(config, prepared, build, listeners, traced, resume, Signals(alone=alone))
+    if not alone or not isinstance(ended, Stopped):
+        return 0
+    if rank == 0:
+        print(f"zero3d: {ended.told}", file=sys.stderr)
+    return exit_code(ended.signal, saved=ended.checkpoint is not None)
 
 
 def read_on_rank(options: Options, world: int) -> "tuple[Config, Prepared, Build]":
@@ -162,6 +177,9 @@ def _listeners(config: Config, options: Options) -> "list[Listener]":
         listeners.append(StepFile(Path(os.environ[STEP_FILE])))
     if TensorBoard.is_there():
         listeners.append(TensorBoard(out))
+    if config.run.wandb is not None:
+        check_wandb(config)  # Under torchrun nobody has yet.
+        listeners.append(WeightsAndBiases(config.run.wandb, out))
     if options.json:
         listeners.append(Events(sys.stdout))
     # Where stdout belongs to a program, people still see on stderr how far it is.
@@ -199,17 +217,21 @@ def _print_line(line: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interrupted(NUMBERS[number])
+
+
 def reporting_errors(work: Callable[[], None], options: Options) -> int:
     """-> the exit code. An error is one short text on stderr and, with --json, a line on stdout."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+    for number in NUMBERS:
+        signal.signal(number, _interrupt)
     try:
         work()
-    except KeyboardInterrupt as end:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # All is ended; a second one would only break the goodbye.
-        told = end.told if isinstance(end, Interrupted) else "interrupted before the first step was done"
-        print(f"{_after_a_bar()}zero3d: {told}", file=sys.stderr)
-        return INTERRUPTED
+    except Interrupted as end:
+        for number in NUMBERS:
+            signal.signal(number, signal.SIG_IGN)  # All is ended; another one would only break the goodbye.
+        print(f"{_after_a_bar()}zero3d: {end.told}", file=sys.stderr)
+        return end.exit_code
     except Exception as error:
         known = as_known(error)
         if options.debug:

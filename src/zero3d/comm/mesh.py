@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -9,11 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
+from zero3d.comm import machines
+from zero3d.comm.attempt import agree_on_attempt
 from zero3d.comm.hybrid_axis import HybridAxis
 from zero3d.comm.process_axis import ProcessAxis, lookout_of_process
 from zero3d.comm.recorded_axis import RecordedAxis
 from zero3d.comm.solo_axis import SoloAxis
+from zero3d.comm.texts import everyones_text
 from zero3d.contracts import Axis, Watcher
 from zero3d.errors import ConfigError
 from zero3d.layout import AXES, Layout
@@ -25,6 +31,7 @@ class Mesh:
 
     hybrid: dp in groups, where ZeRO shards within each; model: the ranks that share one replica, pp outside tp;
     everyone: all ranks. What is told over the last two is not counted. on_paper: nobody has started the other ranks.
+    hosts: the name of each rank's machine; empty where they have not told.
     """
 
     layout: Layout
@@ -35,11 +42,17 @@ class Mesh:
     everyone: Axis
     hybrid: HybridAxis | None = None
     on_paper: bool = False
+    hosts: tuple[str, ...] = ()
 
     @property
     def sharding(self) -> Axis:
         """What ZeRO shards over: dp, or this rank's group of it."""
         return self.hybrid or self.axes["dp"]
+
+    @property
+    def placement(self) -> str:
+        """What the user should know of which ranks share a machine; empty if nothing."""
+        return machines.placement(self.layout, self.hosts) if self.hosts else ""
 
     def enter_step(self, step: int) -> None:
         """Errors of ranks that diverge from now on name step `step`; 0: none."""
@@ -66,7 +79,8 @@ def ranks_started() -> int:
 def open_mesh(layout: Layout, timeout: timedelta, replicas: int = 1) -> Mesh:
     """Joins the ranks that were started (by torchrun, by `zero3d train`, or by an open process group).
 
-    `replicas`: the number of groups within which ZeRO shards; divides dp.
+    `replicas`: the number of groups within which ZeRO shards; divides dp. ConfigError: other ranks were started than
+    the layout wants; see `machines.interfaces`.
     """
     started = ranks_started()
     if layout.world != started:
@@ -77,8 +91,13 @@ def open_mesh(layout: Layout, timeout: timedelta, replicas: int = 1) -> Mesh:
         )
     device = _device()
     if started > 1 and not dist.is_initialized():
+        # torch reads it from there alone, whenever it makes a group.
+        os.environ.update(machines.interfaces(os.environ))
         # Once a process: ranks that met, parted and meet again find what they left at the store.
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        attempt = PrefixStore(f"attempt {agree_on_attempt(store, rank, size, timeout)}", store)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timeout, store=attempt, rank=rank, world_size=size)
         atexit.register(_part)
     rank = dist.get_rank() if dist.is_initialized() else 0
     axes: dict[str, Axis] = {name: SoloAxis() for name in AXES}
@@ -95,7 +114,17 @@ def open_mesh(layout: Layout, timeout: timedelta, replicas: int = 1) -> Mesh:
     world = dist.group.WORLD
     everyone = ProcessAxis(world, device) if world is not None and not only else only[0]
     hybrid = _grouped(layout, replicas, timeout, device, recorded["dp"]) if replicas > 1 else None
-    return Mesh(layout=layout, rank=rank, device=device, axes=recorded, model=model, everyone=everyone, hybrid=hybrid)
+    hosts = tuple(everyones_text(socket.gethostname(), everyone, device, "names of machines"))
+    return Mesh(
+        layout=layout,
+        rank=rank,
+        device=device,
+        axes=recorded,
+        model=model,
+        everyone=everyone,
+        hybrid=hybrid,
+        hosts=hosts,
+    )
 
 
 def _grouped(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from zero3d.comm.aside import Aside
 from zero3d.contracts import Axis, Pending, Watched, Watcher
 from zero3d.unwatched import UNWATCHED
 
@@ -23,7 +24,7 @@ class RecordedAxis:
     """`Axis` calls pass through to `inner`; `calls` and `sent_bytes` tell what they were.
 
     `record`: the recorded axis whose calls these count as, where `inner` is a part of it; `name`: dp, tp or pp;
-    `watcher`: who is told of each call.
+    `watcher`: who is told of each call; `aside`: what the tally of a step takes along.
     """
 
     def __init__(self, inner: Axis, record: "RecordedAxis | None" = None, name: str = "") -> None:
@@ -35,6 +36,7 @@ class RecordedAxis:
         self.sent_bytes = 0
         self.name = name
         self.watcher: Watcher = UNWATCHED
+        self.aside = Aside()
         self._record = record or self
 
     def held(self) -> Iterable[Tensor]:

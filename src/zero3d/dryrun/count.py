@@ -22,8 +22,9 @@ from zero3d.comm.process_axis import ProcessAxis
 from zero3d.comm.recorded_axis import RecordedAxis
 from zero3d.config import Parallel
 from zero3d.contracts import Batch, Loss
+from zero3d.dryrun.course import Change, courses
+from zero3d.dryrun.course import run as run_levels
 from zero3d.dryrun.fakes import Fakes
-from zero3d.dryrun.course import Change, courses, run as run_levels, total_of
 from zero3d.dryrun.first_chunk import first_chunk_loss
 from zero3d.dryrun.operations import Dims, Listener, Operations, PartTally, PassTally
 from zero3d.dryrun.whole_loss import whole_loss
@@ -74,12 +75,18 @@ def count(
     parallel = parallel.model_copy(update={"tp": tp, "sequence_parallel": sequence_parallel})
     model = _on_meta(subject.build)
     order, firsts = _kinds(model, subject.blocks)
-    attempts = [firsts, list(range(len(order)))] if len(firsts) < len(order) else [firsts]
+    cuts = tp > 1 and sequence_parallel  # Then the first and the last block are where whole and cut sequences meet.
+    typical = _inner(order, firsts) if cuts else firsts
+    few = sorted({*typical, 0, len(order) - 1}) if cuts and order else firsts
+    attempts = [few, list(range(len(order)))] if len(few) < len(order) else [few]
     for at, chosen in enumerate(attempts):
         try:
             run = _Run(subject, model if at == 0 else _on_meta(subject.build), parallel, dtype, chosen)
             tallies = [run.tally(samples) for samples in (1, 2)]
-            held = {mode: run.courses(mode) for mode in MODES if memory and (mode == "none" or order)}
+            modes = [mode for mode in MODES if memory and (mode == "none" or order)]
+            # Of one sample, parts of the sequence are side by side without a copy.
+            counts = [(2, 3), (1, 1)] if cuts else [(1, 2)]
+            held = {mode: [run.courses(mode, *samples) for samples in counts] for mode in modes}
             break
         except UsageError:
             raise
@@ -91,10 +98,15 @@ def count(
                     hint="What a model does must not depend on the values of tensors: no .item(), no `if` on a tensor.",
                 ) from error
     parts = [
-        replace(part, courses={mode: found[at] for mode, found in held.items()}, buffers=run.buffers[at])
+        replace(
+            part,
+            courses={mode: found[0][at] for mode, found in held.items()},
+            of_one={mode: found[1][at] for mode, found in held.items() if found[1:]},
+            buffers=run.buffers[at],
+        )
         for at, part in enumerate(run.parts(*tallies))
     ]
-    kinds = [parts[1 + chosen.index(first)] for first in firsts]
+    kinds = [parts[1 + chosen.index(one)] for one in typical]
     return Workload(
         name=subject.name,
         tp=tp,
@@ -107,6 +119,7 @@ def count(
         after=parts[-1],
         tp_buffers=run.tp_buffers,
         path=run.path,
+        ends=(parts[1], parts[-2]) if cuts and order else (),
     )
 
 
@@ -138,6 +151,12 @@ def _kinds(model: nn.Module, path: str | None) -> tuple[list[int], list[int]]:
             firsts.append(at)
         order.append(known[key])
     return order, firsts
+
+
+def _inner(order: Sequence[int], firsts: Sequence[int]) -> list[int]:
+    """A block of each kind, neither the first nor the last of all if there is another."""
+    inner = range(1, len(order) - 1)
+    return [next((at for at in inner if order[at] == kind), first) for kind, first in enumerate(firsts)]
 
 
 class _Run:
@@ -198,11 +217,13 @@ class _Run:
         operations.enter(len(self._blocks) + 1)
         return operations.parts
 
-    def courses(self, mode: str) -> list[tuple[Course, Course]]:
-        """(forward, backward) of each part, with `recompute.mode`."""
-        one, two = (self._levels(mode, samples) for samples in (1, 2))
-        self.tp_buffers = _amount(one[1], two[1])
-        return courses(one[0], two[0], len(self._blocks) + 2)
+    def courses(self, mode: str, few: int, more: int) -> list[tuple[Course, Course]]:
+        """(forward, backward) of each part, with `recompute.mode`, from runs of `few` and `more` samples."""
+        found = {samples: self._levels(mode, samples) for samples in (few, more)}
+        if more > few:
+            each = (found[more][1] - found[few][1]) / (more - few)
+            self.tp_buffers = Amount(each, found[few][1] - few * each)
+        return courses(found[few][0], found[more][0], len(self._blocks) + 2, few)
 
     def _levels(self, mode: str, samples: int) -> tuple[list[Change], int]:
         """(what changes, bytes of the tp axis' own)."""
@@ -285,7 +306,7 @@ class _Run:
 
 
 def _wants_gradient(block: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Before a block. All but a model's very first compute the gradient of what enters, so the one that is counted does."""
+    """Before a block. All but the very first compute the gradient of what enters; so do those that are counted."""
     if args and _floats(args[0]) and not args[0].requires_grad:
         return (args[0].detach().requires_grad_(), *args[1:]), kwargs
     return None

@@ -1,4 +1,4 @@
-"""What a part of a model has in memory while it runs: every tensor that its forward and backward make, and when it goes.
+"""What a part of a model has in memory while it runs: what its forward and backward make, and when it goes.
 
 The model runs on tensors without data, at one and at two samples. What both do one after the other is taken to grow
 evenly with the samples.
@@ -6,7 +6,7 @@ evenly with the samples.
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -151,14 +151,14 @@ def run(
     return [change for change in levels.changes if change.storage not in lasting]
 
 
-def courses(one: Sequence[Change], two: Sequence[Change], parts: int) -> list[tuple[Course, Course]]:
-    """(forward, backward) of each part, from the changes at one and at two samples."""
+def courses(one: Sequence[Change], two: Sequence[Change], parts: int, samples: int) -> list[tuple[Course, Course]]:
+    """(forward, backward) of each part, from the changes at so many `samples` and at one more (or of the same)."""
     found = []
     for part in range(parts):
         pair = []
         for backward in (False, True):
             mine = [[c for c in changes if c.part == part and c.backward == backward] for changes in (one, two)]
-            pair.append(_course(_rises(mine[0]), _rises(mine[1])))
+            pair.append(_course(_rises(mine[0]), _rises(mine[1]), samples))
         found.append((pair[0], pair[1]))
     return found
 
@@ -187,29 +187,24 @@ def _rises(changes: Sequence[Change]) -> list[_Segment]:
     return [*found, _Segment([*tops, level], level, "")]
 
 
-def _course(one: Sequence[_Segment], two: Sequence[_Segment]) -> Course:
+def _course(one: Sequence[_Segment], two: Sequence[_Segment], samples: int) -> Course:
     if [segment.gradient for segment in one] != [segment.gradient for segment in two]:
         two = one  # What it does hangs on the number of samples.
     rises = []
     for a, b in zip(one, two):
         tops = zip(a.tops, b.tops) if len(a.tops) == len(b.tops) else [(max(a.tops), max(b.tops))]
-        rises.append(Rise(_highest(tops), a.gradient))
-    return Course(tuple(rises), _line(one[-1].end, two[-1].end))
+        rises.append(Rise(_highest(tops, samples), a.gradient))
+    return Course(tuple(rises), _line(one[-1].end, two[-1].end, samples))
 
 
-def _highest(pairs: Iterable[tuple[int, int]]) -> tuple[Amount, ...]:
-    """Those that are the highest of all at some number of samples from one on."""
+def _highest(pairs: Iterable[tuple[int, int]], samples: int) -> tuple[Amount, ...]:
+    """Those that are the highest of all at some number of samples from `samples` on."""
     found: list[tuple[int, int]] = []
     for top in sorted(set(pairs), key=lambda pair: (-pair[0], pair[0] - pair[1])):
         if all(top[1] - top[0] > other[1] - other[0] for other in found):
             found.append(top)
-    return tuple(_line(*top) for top in found)
+    return tuple(_line(*top, samples) for top in found)
 
 
-def _line(one: int, two: int) -> Amount:
-    return Amount(float(two - one), float(2 * one - two))
-
-
-def total_of(changes: Collection[Change]) -> int:
-    """Bytes that have come and not gone."""
-    return sum(change.nbytes for change in changes)
+def _line(one: int, two: int, samples: int) -> Amount:
+    return Amount(float(two - one), float(one - samples * (two - one)))

@@ -71,8 +71,8 @@ def rehearse_model(
     micro_batches: int = 1,
     call: Call | None = None,
 ) -> Rehearsal:
-    """A step of `ranks` of `world` (left out: each role once), on tensors without data: what they hold at the peak, send
-    and compute. Starts no ranks, needs no weights, and takes as long whatever the world.
+    """A step of `ranks` of `world` (left out: each role once), on tensors without data: what they hold at the peak,
+    send and compute. Starts no ranks, needs no weights, and takes as long whatever the world.
 
     model, loss, optimizer, config, call: as for `Engine`; batch: one micro-batch, of which only the shapes and the
     integers' values count. Raises what the run would raise before its first step, and `UsageError` for a model whose

@@ -1,6 +1,6 @@
 """What the ranks agree on once a step, in one small all-reduce of integers over dp, and one over each replica's ranks.
 
-| squares | counted targets | non-finite groups | loss | digest of calls | its square | arrivals |
+| squares | counted targets | non-finite groups | loss | digest of calls | its square | arrivals           | aside |
   24           1                  1              24            1                1         one each trainable
 """
 
@@ -27,7 +27,7 @@ class Totals:
 
     loss: sum of losses; squares: sum of squared gradient elements, as held; count: counted targets;
     finite: loss and gradients have neither infinities nor NaN; unused: trainable parameters that no rank's
-    backward reached; same_calls: all ranks made the same collective calls.
+    backward reached; same_calls: all ranks made the same collective calls; aside: what else they had to tell.
     """
 
     loss: float
@@ -36,6 +36,7 @@ class Totals:
     finite: bool
     unused: frozenset[str]
     same_calls: bool
+    aside: Sequence[int] = ()
 
     @property
     def mean_loss(self) -> float:
@@ -46,7 +47,8 @@ class Totals:
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """This rank's part: 0-dim losses and counts of its micro-batches, norms of groups of gradient elements
-    (fp64), and what it did. `speaks`: losses and counts are told here, for all ranks that share a replica."""
+    (fp64), and what it did. `speaks`: losses and counts are told here, for all ranks that share a replica. `aside`:
+    other whole numbers, as many on each rank."""
 
     losses: Sequence[Tensor]
     counts: Sequence[Tensor]
@@ -54,6 +56,7 @@ class Part:
     arrivals: Mapping[str, int]
     digest: int
     speaks: bool = True
+    aside: Sequence[int] = ()
 
 
 def agree(part: Part, axis: Axis, model: Axis, device: torch.device) -> Totals:
@@ -72,15 +75,18 @@ def agree(part: Part, axis: Axis, model: Axis, device: torch.device) -> Totals:
             bad += found[1]
     numbers = torch.stack([torch.stack([*part.counts, none]).sum(), bad])
     digest = part.digest % DIGESTS
-    known = torch.tensor([*exact_sum(good), digest, digest * digest, *part.arrivals.values()], device=device)
+    known = torch.tensor(
+        [*exact_sum(good), digest, digest * digest, *part.arrivals.values(), *part.aside], device=device
+    )
     vector = torch.cat([squares, numbers, known])
     axis.all_reduce(vector, "tally of the step").wait()
     sums: list[int] = vector.tolist()
-    total, squared, *arrivals = sums[2 * LIMBS + 2 :]
+    total, squared, *rest = sums[2 * LIMBS + 2 :]
+    arrivals, aside = rest[: len(part.arrivals)], rest[len(part.arrivals) :]
     differs = int(squared * axis.size != total * total)
-    summed = _over_model([*sums[: 2 * LIMBS + 2], differs], part.speaks, model, device)
+    summed = _over_model([*sums[: 2 * LIMBS + 2], differs, *aside], part.speaks, model, device)
     count, not_finite = summed[LIMBS : LIMBS + 2]
-    loss, differ = summed[LIMBS + 2 : -1], summed[-1]
+    loss, differ = summed[LIMBS + 2 : 2 * LIMBS + 2], summed[2 * LIMBS + 2]
     return Totals(
         loss=value_of(loss) if not not_finite else nan,
         squares=value_of(summed[:LIMBS]) if not not_finite else inf,
@@ -88,6 +94,7 @@ def agree(part: Part, axis: Axis, model: Axis, device: torch.device) -> Totals:
         finite=not not_finite,
         unused=frozenset(name for name, total in zip(part.arrivals, arrivals) if not total),
         same_calls=not differ,
+        aside=summed[2 * LIMBS + 3 :],
     )
 
 
@@ -111,7 +118,7 @@ def _over_model(sums: list[int], speaks: bool, model: Axis, device: torch.device
     if model.size == 1:
         return sums
     if not speaks:
-        sums = [*sums[:LIMBS], 0, sums[LIMBS + 1], *[0] * LIMBS, sums[-1]]
+        sums = [*sums[:LIMBS], 0, sums[LIMBS + 1], *[0] * LIMBS, *sums[2 * LIMBS + 2 :]]
     vector = torch.tensor(sums, dtype=torch.int64, device=device)
     model.all_reduce(vector, "tally of a replica").wait()
     found: list[int] = vector.tolist()

@@ -10,6 +10,8 @@ from zero3d.contracts import Axis, Batch
 from zero3d.errors import DataError
 from zero3d.trees import tensors_in
 
+CHECKED_STEPS = 3
+"""The first steps of a run, in which batches are looked at."""
 LOOKED_AT = 1 << 16
 """Elements of each tensor, spread over it."""
 

@@ -8,6 +8,7 @@ Amounts are a constant and so much for each sample of a micro-batch.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 
 
@@ -83,8 +84,11 @@ class Pass:
 
 @dataclass(frozen=True)
 class Rise:
-    """What is held, from one moment of a pass to another. tops: bytes more than at the start of the pass, at all moments
-    that can be the highest; gradient: parameter whose gradient then arrives; "" at the end of the pass."""
+    """What is held, from one moment of a pass to another.
+
+    tops: bytes more than at the start of the pass, at all moments that can be the highest
+    gradient: parameter whose gradient then arrives; "" at the end of the pass
+    """
 
     tops: tuple[Amount, ...]
     gradient: str = ""
@@ -114,7 +118,7 @@ class Parameter:
     trainable: bool = True
     multiplied: bool = True
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return prod(self.shape)
 
@@ -128,7 +132,8 @@ class Part:
     saved: bytes that autograd keeps for the backward; a tensor counts where it is first kept
     attention_saved: of these, what recomputing the inner part of attention spares
     entering, leaving: bytes of the tensors that come from the part before and go to the next
-    courses: (forward, backward) by `recompute.mode`; buffers: bytes of buffers of its modules
+    courses: (forward, backward) by `recompute.mode`; of_one: of a single sample, where several are not on its line
+    buffers: bytes of buffers of its modules
     """
 
     name: str
@@ -142,14 +147,15 @@ class Part:
     entering: Amount = Amount()
     leaving: Amount = Amount()
     courses: Mapping[str, tuple[Course, Course]] = field(default_factory=dict)
+    of_one: Mapping[str, tuple[Course, Course]] = field(default_factory=dict)
     buffers: int = 0
 
-    @property
+    @cached_property
     def trained(self) -> int:
         """Elements."""
         return sum(one.numel for one in self.parameters if one.trainable)
 
-    @property
+    @cached_property
     def frozen(self) -> int:
         return sum(one.numel for one in self.parameters if not one.trainable)
 
@@ -157,7 +163,7 @@ class Part:
     def numel(self) -> int:
         return self.trained + self.frozen
 
-    @property
+    @cached_property
     def multiplied(self) -> int:
         """Elements by which stages are cut: an embedding is looked up, not multiplied with."""
         return sum(one.numel for one in (*self.parameters, *self.borrowed) if one.multiplied)
@@ -168,7 +174,7 @@ class Workload:
     """A model on one of `tp` ranks. kinds: of blocks; order: the kind of each block, as the model runs them.
 
     tokens: of one sample; dtype: of weights and activations; tp_buffers: bytes of the tp axis' own that live over steps
-    path: of the list of blocks
+    path: of the list of blocks; ends: the first and the last block, where they are not as others of their kind are
     """
 
     name: str
@@ -182,6 +188,7 @@ class Workload:
     after: Part
     tp_buffers: Amount = Amount()
     path: str = ""
+    ends: Sequence[Part] = ()
 
     @property
     def blocks(self) -> list[Part]:

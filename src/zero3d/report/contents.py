@@ -108,7 +108,7 @@ def read(folder: Path) -> Run:
         trace = read_trace(written) if written else None
     except DataError as error:
         problems.append(f"{error.message}; timeline and waits are left out.")
-    state: State = "done" if metrics.done else "running" if _is_locked(folder) else "cut short"
+    state: State = "done" if metrics.done else "running" if is_locked(folder) else "cut short"
     return Run(
         folder=folder,
         state=state,
@@ -165,7 +165,7 @@ def _checked(path: Path, form: type[File], problems: list[str], *, missing: str 
         return None
 
 
-def _is_locked(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
     """Whether a run of the command writes there now; False where nobody can tell."""
     if importlib.util.find_spec("fcntl") is None:
         return False

@@ -12,6 +12,8 @@ from typing import Any
 
 GOES_ON = re.compile(r"goes on from .*?\(step ([\d,]+)[:)]")
 """The note of a run that was resumed, and at which step."""
+OTHERS = ("notice", "ranks", "stopped")
+"""Events that are kept as they are."""
 MOST = 1 << 80
 """A whole number above it is no count of anything."""
 MOST_TOLD = 5
@@ -33,6 +35,7 @@ class Step:
     skipped: bool
     seconds: float
     offload: Mapping[str, float] = field(default_factory=dict)
+    mfu: float = math.nan
 
     @property
     def tokens_per_second(self) -> float:
@@ -41,12 +44,16 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """steps: each once, in order; done: the last line of a run that came to its end, else None; resumed: after which
-    steps the run went on from a checkpoint."""
+    """steps: each once, in order; done: the last line of a run that came to its end, else None; stopped: of one that
+    was asked to end, the same; resumed: after which steps the run went on from a checkpoint; ranks: the newest of such
+    lines."""
 
     steps: Sequence[Step] = ()
     notes: Sequence[str] = ()
     done: Event | None = None
+    stopped: Event | None = None
+    notices: Sequence[Event] = ()
+    ranks: Event | None = None
     resumed: Sequence[int] = ()
     problems: Sequence[str] = ()
 
@@ -64,11 +71,14 @@ def parse(text: str) -> Metrics:
     resumed: list[int] = []
     broken: list[int] = []
     done: Event | None = None
+    newest: dict[str, Event] = {}
+    notices: list[Event] = []
     for number, event in _events(text):
         kind = event.get("event") if event is not None else None
         if kind == "step" and event is not None and (step := _step(event)) is not None:
             steps[step.number] = step
             done = None  # What follows the end of a run was made by one that went on.
+            newest.pop("stopped", None)
         elif kind == "note" and event is not None:
             message = str(event.get("message", ""))
             notes.append(message)
@@ -76,11 +86,23 @@ def parse(text: str) -> Metrics:
                 resumed.append(int(match[1].replace(",", "")))
         elif kind == "done":
             done = event
+        elif kind in OTHERS and event is not None:
+            newest[kind] = event
+            notices += [event] if kind == "notice" else []
         else:
             broken.append(number)
     problems = _told(broken, len(text.splitlines()), ends=text.endswith("\n"))
     ordered = [steps[number] for number in sorted(steps)]
-    return Metrics(steps=ordered, notes=notes, done=done, resumed=resumed, problems=problems)
+    return Metrics(
+        steps=ordered,
+        notes=notes,
+        done=done,
+        stopped=newest.get("stopped"),
+        notices=notices,
+        ranks=newest.get("ranks"),
+        resumed=resumed,
+        problems=problems,
+    )
 
 
 def by_rank(value: object) -> dict[str, list[int]]:
@@ -137,6 +159,7 @@ def _step(event: Event) -> Step | None:
         number=place,
         skipped=event.get("skipped") is True,
         offload=seconds_by(event.get("offload")),
+        mfu=number(event.get("mfu")),
         **{name: number(event[name]) for name in names},
     )
 

@@ -1,0 +1,321 @@
+"""`zero3d plan --model llama3-70b --devices 512 --device H100`: the fastest layouts that fit, and why the others lost.
+
+Starts no ranks: one block of the model is counted on tensors without data, all else is arithmetic.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zero3d.cli.options import AllowCode, AsJson
+from zero3d.cli.reporting import reporting_errors
+from zero3d.config import Config
+from zero3d.errors import UsageError
+from zero3d.planner.hardware import Cluster, find
+
+if TYPE_CHECKING:
+    from zero3d.cli.plan_model import Asked
+    from zero3d.planner.judge import Aim, Plan
+    from zero3d.planner.least import Smallest
+    from zero3d.planner.neighbours import Neighbour
+    from zero3d.planner.search import Found
+
+FILE_WIDTH = 120
+"""Columns where the output is no terminal."""
+MOST_DEVICES = 1 << 17
+MOST_SAMPLES = 10_000_000
+SAMPLES = 4
+"""Of a device in a step, where nobody says how large the global batch is."""
+SLOW = 2.0
+"""Seconds after which it says what it does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """All that was found. least: where nothing fits, what takes the least; ways: (what would do, what fits then)"""
+
+    asked: "Asked"
+    aim: "Aim"
+    sequence: int
+    found: "Found"
+    configs: "list[Config]"
+    around: "list[Neighbour]"
+    least: "Smallest | None" = None
+    ways: "tuple[tuple[str, Smallest], ...]" = ()
+    assumed: tuple[str, ...] = ()
+
+
+def command(
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            metavar="M",
+            help="A public model such as llama3-70b, a folder with a config.json, a CONFIG.toml, or module:function.",
+        ),
+    ],
+    devices: Annotated[
+        int, typer.Option("--devices", min=1, max=MOST_DEVICES, metavar="N", help="How many there are.")
+    ],
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device", metavar="KIND", help="H100-80GB, A100-80GB, CPU ..., or the file that zero3d calibrate wrote."
+        ),
+    ],
+    per_node: Annotated[
+        int | None, typer.Option("--per-node", min=1, help="Devices of one machine. Left out: as KIND has.")
+    ] = None,
+    global_batch: Annotated[
+        int | None,
+        typer.Option(
+            "--global-batch",
+            min=1,
+            max=MOST_SAMPLES,
+            help="Samples of a step. Left out: as CONFIG says, or 4 a device.",
+        ),
+    ] = None,
+    sequence: Annotated[
+        int | None, typer.Option("--sequence", min=1, help="Tokens of a sample. Left out: as the model has.")
+    ] = None,
+    host_memory: Annotated[
+        float | None,
+        typer.Option("--host-memory", min=0.001, metavar="GB", help="Of one machine. Left out: as KIND has."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE.toml", help="Write the best plan as a CONFIG.")
+    ] = None,
+    top: Annotated[int, typer.Option("--top", min=1, max=1000, help="How many plans to show.")] = 10,
+    as_json: AsJson = False,
+    allow_code: AllowCode = False,
+) -> None:
+    """Search the layouts of a model on a cluster: the fastest that fit, before anything is started."""
+
+    def work() -> None:
+        cluster = cluster_of(device, devices, per_node, host_memory)
+        if out is not None:
+            check_out(out)
+        found = planned(
+            model,
+            cluster,
+            devices,
+            global_batch=global_batch,
+            sequence=sequence,
+            top=top,
+            machine=per_node or find(device).per_node,
+            allow_code=allow_code,
+            progress=_progress(),
+        )
+        if out is not None and found.configs:
+            out.write_text(config_text(found), encoding="utf-8")
+        _tell(found, out, as_json=as_json)
+
+    raise typer.Exit(reporting_errors(work, as_json=as_json))
+
+
+def cluster_of(device: str, devices: int, per_node: int | None, host_memory: float | None) -> Cluster:
+    """Raises `UsageError` for an unknown KIND, and for devices that are no whole machines."""
+    cluster = find(device)
+    chosen = per_node or cluster.per_node
+    if devices > chosen and devices % chosen:
+        below = devices - devices % chosen
+        raise UsageError(
+            f"--devices {devices} are no whole machines of {chosen}: {devices % chosen} are left",
+            hint=f"Use {below} or {below + chosen} devices, or --per-node.",
+        )
+    host = cluster.host if host_memory is None else cluster.host.model_copy(update={"memory": host_memory * 1e9})
+    return cluster.with_changes(per_node=min(chosen, devices), host=host)
+
+
+def check_out(out: Path) -> None:
+    """A CONFIG can be written there. Raises `UsageError`."""
+    if out.suffix != ".toml":
+        raise UsageError(f"--out {out}: a CONFIG is TOML", hint=f"Name it {out.with_suffix('.toml')}.")
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise UsageError(f"--out {out} cannot be written", hint="Name a file in a folder that is there.")
+
+
+def planned(
+    model: str,
+    cluster: Cluster,
+    devices: int,
+    *,
+    global_batch: int | None = None,
+    sequence: int | None = None,
+    top: int = 10,
+    machine: int | None = None,
+    allow_code: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Outcome:
+    """What `zero3d plan` tells; machine: devices that one can have.
+
+    Raises `UsageError` and `ConfigError` for what cannot be planned.
+    """
+    from zero3d.cli.plan_model import asked as model_of
+    from zero3d.planner.judge import HOST_RESERVE, RESERVE, Aim, sent
+    from zero3d.planner.least import smallest, ways_out
+    from zero3d.planner.neighbours import improved
+    from zero3d.planner.search import search
+
+    asked = model_of(model, sequence, allow_code=allow_code)
+    tokens = sequence or asked.sequence
+    if tokens > asked.longest:
+        raise UsageError(
+            f"--sequence {tokens}: {asked.name} takes up to {asked.longest} tokens",
+            hint=f"Use --sequence {asked.longest} or less.",
+        )
+    dtype = asked.dtype or dtype_of(cluster)
+    cluster.device.peak(dtype)
+    batch = global_batch or asked.global_batch or SAMPLES * devices
+
+    def aim_of(length: int) -> Aim:
+        workload = asked.workload(dtype, length)
+        return Aim(
+            cluster=cluster,
+            devices=devices,
+            global_batch=batch,
+            dtype=dtype,
+            workload=workload,
+            blocks=len(workload(1, False).order),
+            host_memory=cluster.host.memory,
+            machine=machine or cluster.per_node,
+        )
+
+    progress(f"counting what {asked.name} computes and holds")
+    aim = aim_of(tokens)
+    found = search(aim, top=top, progress=progress)
+    around: list[Neighbour] = []
+    least: Smallest | None = None
+    ways: tuple[tuple[str, Smallest], ...] = ()
+    if found.plans:
+        progress("looking at the neighbours of the best")
+        best, around = improved(aim, found.plans[0])
+        others = [plan for plan in found.plans if plan.choice != best.choice]
+        found = replace(found, plans=[best, *others][:top])
+    else:
+        progress("looking for the least that would fit")
+        least = smallest(aim)
+        ways = tuple(ways_out(aim, aim_of, tokens))
+    configs = [config_of(asked, plan, dtype, tokens, batch) for plan in found.plans]
+    plans = [replace(plan, sent=sent(aim, plan.choice, config)) for plan, config in zip(found.plans, configs)]
+    whose = "" if global_batch or asked.global_batch else f" ({SAMPLES} a device, as --global-batch is left out)"
+    assumed = (
+        f"{devices} x {cluster.device.name}, {cluster.per_node} a machine; of a device's memory {RESERVE:.0%} are left "
+        f"to the driver, libraries and holes, of a host's {HOST_RESERVE:.0%}.",
+        f"Weights and products in {dtype}, sums of gradients, master weights and AdamW's moments in fp32; samples of "
+        f"{tokens:,} tokens, {batch:,} of them a step{whose}.",
+        f"Rates: {cluster.device.rates.matrix:.0%} of the peak for large products, "
+        f"{cluster.device.rates.moving:.0%} of the memory's bandwidth, {cluster.device.rates.link:.0%} of links'.",
+    )
+    return Outcome(
+        asked=asked,
+        aim=aim,
+        sequence=tokens,
+        found=replace(found, plans=plans),
+        configs=configs,
+        around=around,
+        least=least,
+        ways=ways,
+        assumed=assumed,
+    )
+
+
+def dtype_of(cluster: Cluster) -> str:
+    """The 16-bit one that is fastest, or fp32 where none is faster."""
+    flops = cluster.device.flops
+    best = max((one for one in ("bf16", "fp16") if one in flops), key=lambda one: flops[one], default="fp32")
+    return best if flops[best] > flops.get("fp32", 0) else "fp32"
+
+
+def config_of(asked: "Asked", plan: "Plan", dtype: str, tokens: int, batch: int) -> Config:
+    """What `train` and `dryrun` take; a model that has no key in [model] leaves its sizes out."""
+    sections = {name: dict(keys) for name, keys in asked.sections.items()}
+    chosen = plan.choice.sections(dtype)
+    data = {"sequence_length": tokens, "global_batch": batch}
+    for name, keys in {**chosen, "data": data}.items():
+        sections[name] = {**sections.get(name, {}), **keys}
+    return Config.load(sections).resolved(plan.choice.devices, native_bf16=True)
+
+
+def config_text(outcome: Outcome) -> str:
+    """The best plan's CONFIG, with what it was planned for."""
+    from zero3d.config_io import write_toml
+
+    best = outcome.found.plans[0]
+    sections = {name: dict(keys) for name, keys in outcome.asked.sections.items()}
+    chosen: dict[str, dict[str, Any]] = best.choice.sections(outcome.aim.dtype)
+    chosen["data"] = {"sequence_length": outcome.sequence, "global_batch": outcome.aim.global_batch}
+    for name, keys in chosen.items():
+        sections[name] = {**sections.get(name, {}), **keys}
+    time = best.time
+    told = [
+        f"zero3d plan of {outcome.asked.name} on {outcome.aim.devices} x {outcome.aim.cluster.device.name}:",
+        f"{time.tokens_per_second:,.0f} tokens/s, {time.seconds:.3g} s a step, MFU {time.mfu:.1%}, "
+        f"{best.footprint.total / 1e9:.3g} GB on a device",
+        *outcome.asked.notes,
+    ]
+    return "".join(f"# {line}\n" for line in told) + "\n" + write_toml(sections, {})
+
+
+def _progress() -> Callable[[str], None]:
+    """On stderr, once it has taken a while."""
+    began = time.monotonic()
+
+    def tell(text: str) -> None:
+        if time.monotonic() - began > SLOW:
+            print(f"planning: {text} ...", file=sys.stderr, flush=True)
+
+    return tell
+
+
+def _tell(outcome: Outcome, out: Path | None, *, as_json: bool) -> None:
+    from rich.console import Console
+
+    from zero3d.cli.plan_tables import as_event, parts
+
+    if as_json:
+        print(json.dumps(as_event(outcome, out)), flush=True)
+    else:
+        console = Console()
+        if not console.is_terminal:
+            console.width = FILE_WIDTH
+        for part in parts(outcome):
+            console.print(part, highlight=False, markup=False, emoji=False)
+        if out is not None and outcome.configs:
+            console.print(f"The best plan is in {out}.", highlight=False, markup=False)
+    if not outcome.found.plans:
+        raise nothing_fits(outcome)
+
+
+def nothing_fits(outcome: Outcome) -> UsageError:
+    """With the least that would."""
+    aim, least = outcome.aim, outcome.least
+    where = f"{aim.devices} x {aim.cluster.device.name}"
+    if least is None:
+        return UsageError(
+            f"no layout of {outcome.asked.name} is possible on {where}", hint="The rejected ones say why."
+        )
+    needed, there = least.footprint.total / 1e9, aim.memory / 1e9
+    host = least.footprint.host_bytes * min(aim.cluster.per_node, aim.devices) / 1e9
+    hosts = f" and {host:.3g} GB of each machine's memory" if host else ""
+    ways = [f"{what} ({found.footprint.total / 1e9:.3g} GB a device)" for what, found in outcome.ways]
+    if needed > there:
+        ways.append(f"devices of {needed / (there / (aim.cluster.device.memory / 1e9)):.3g} GB")
+    if not least.fits_host:
+        ways.append(f"machines of {host / 0.9:.3g} GB of memory (--host-memory)")
+    return UsageError(
+        f"nothing fits {where}: the least, {_words(least)}, takes {needed:.3g} GB of a device's {there:.3g}{hosts}",
+        hint="What would do: " + "; ".join(ways) + "." if ways else "Nothing that was tried would do.",
+    )
+
+
+def _words(least: "Smallest") -> str:
+    choice = least.choice
+    told = f"dp {choice.dp} x tp {choice.tp} x pp {choice.pp} at level {choice.level}, one sample at a time, recomputed"
+    return told if choice.offload == "none" else f"{told}, {choice.offload} on the host"

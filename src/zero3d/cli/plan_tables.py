@@ -1,0 +1,185 @@
+"""What `zero3d plan` found, as tables for people and as JSON for programs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from zero3d.cli.plain_table import PlainTable
+from zero3d.cli.plan import Outcome
+from zero3d.cli.style import count, size
+from zero3d.planner.footprint import KINDS
+from zero3d.planner.judge import Plan, Rejected
+from zero3d.planner.least import Smallest
+from zero3d.planner.own_error import told
+
+SHOWN = 6
+"""Of the rejected, for each reason."""
+
+
+def parts(outcome: Outcome) -> Iterator[PlainTable | str]:
+    """From the plans down to what was assumed."""
+    plans = outcome.found.plans
+    if plans:
+        yield _plans(outcome)
+        yield _memory(outcome)
+        yield _where_time_goes(plans[0])
+        yield _neighbours(outcome)
+    yield _rejected(outcome)
+    yield from outcome.assumed
+    if outcome.asked.source:
+        yield f"Sizes of {outcome.asked.name}: {outcome.asked.source}."
+    yield from outcome.asked.notes
+    yield told()
+
+
+def _plans(outcome: Outcome) -> PlainTable:
+    devices, name = outcome.aim.devices, outcome.aim.cluster.device.name
+    table = PlainTable(
+        f"{outcome.asked.name} on {devices} x {name}",
+        ["dp x tp x pp", "schedule", "level", "batch", "again", "host"],
+        ["memory", "tokens/s", "MFU", "bubble", "exposed", "sent"],
+        drop=["exposed", "sent", "bubble", "schedule"],
+    )
+    for plan in outcome.found.plans:
+        choice, time = plan.choice, plan.time
+        level = f"{choice.level}, a {choice.reduce}" if choice.level else "0"
+        table.add_row(
+            f"{choice.dp} x {choice.tp} x {choice.pp}",
+            "-" if choice.pp == 1 else choice.told()["schedule"],
+            f"{level}, kept" if choice.keep_gathered else level,
+            f"{choice.micro_batches} x {choice.micro_batch}",
+            choice.recompute,
+            choice.offload,
+            size(plan.footprint.total),
+            count(time.tokens_per_second),
+            f"{time.mfu:.1%}",
+            f"{time.bubble:.1%}",
+            f"{time.exposed / time.seconds:.1%}",
+            size(sum(plan.sent.values())),
+            style="bold" if plan is outcome.found.plans[0] else None,
+        )
+    return table
+
+
+def _memory(outcome: Outcome) -> PlainTable:
+    table = PlainTable("Memory of the rank that holds most, by kind", ["dp x tp x pp"], [*KINDS, "host"], drop=[])
+    for plan in outcome.found.plans:
+        choice, held = plan.choice, plan.footprint
+        table.add_row(
+            f"{choice.dp} x {choice.tp} x {choice.pp}",
+            *(size(held.by_kind[kind]) for kind in KINDS),
+            size(held.host_bytes) if held.host_bytes else "-",
+        )
+    return table
+
+
+def _where_time_goes(best: Plan) -> PlainTable:
+    from zero3d.planner.neighbours import CAUSES
+
+    table = PlainTable(f"A step of the best: {best.time.seconds:.3g} s", ["what"], ["seconds", "part"], drop=[])
+    for name, text in CAUSES.items():
+        value: float = getattr(best.time, name)
+        if value > 0:
+            table.add_row(text, f"{value:.3g}", f"{value / best.time.seconds:.1%}")
+    return table
+
+
+def _neighbours(outcome: Outcome) -> PlainTable:
+    table = PlainTable("One setting changed", ["setting"], ["tokens/s", "memory"], ["why it lost"], drop=["memory"])
+    for one in outcome.around:
+        if isinstance(one.found, Plan):
+            table.add_row(
+                one.change, count(one.found.time.tokens_per_second), size(one.found.footprint.total), one.reason
+            )
+        else:
+            table.add_row(one.change, "-", _number(one.found) if one.found.unit == "bytes" else "-", one.reason)
+    return table
+
+
+def _rejected(outcome: Outcome) -> PlainTable:
+    counts = outcome.found.counts
+    told_counts = ", ".join(f"{number:,} {why}" for why, number in counts.most_common())
+    table = PlainTable(f"Rejected: {told_counts or 'none'}", ["dp x tp x pp", "why", "what"], ["number"], drop=[])
+    for why in counts:
+        found = [one for one in outcome.found.rejected if one.why == why]
+        found.sort(key=lambda one: one.number, reverse=why == "slower")
+        for one in found[:SHOWN]:
+            choice = one.choice
+            table.add_row(f"{choice['dp']} x {choice['tp']} x {choice['pp']}", why, one.reason, _number(one))
+    return table
+
+
+def _number(one: Rejected) -> str:
+    if "bytes" in one.unit:
+        return size(one.number)
+    return f"{count(one.number)} {one.unit}"
+
+
+def as_event(outcome: Outcome, out: Path | None) -> dict[str, Any]:
+    """What programs read: design's keys first, then more."""
+    return {
+        "plans": [_as_plan(plan) for plan in outcome.found.plans],
+        "rejected": [
+            {**one.choice, "why": one.why, "reason": one.reason, "number": one.number, "unit": one.unit}
+            for one in outcome.found.rejected
+        ],
+        "neighbours": [
+            {
+                "change": one.change,
+                "reason": one.reason,
+                "tokens_per_second": one.found.time.tokens_per_second if isinstance(one.found, Plan) else None,
+                "peak_bytes": one.found.footprint.total if isinstance(one.found, Plan) else None,
+                "number": one.found.number if not isinstance(one.found, Plan) else None,
+            }
+            for one in outcome.around
+        ],
+        "model": outcome.asked.name,
+        "devices": outcome.aim.devices,
+        "device": outcome.aim.cluster.device.name,
+        "device_bytes": outcome.aim.memory,
+        "sequence": outcome.sequence,
+        "global_batch": outcome.aim.global_batch,
+        "least": None if outcome.least is None else _as_least(outcome.least),
+        "ways": [{"what": what, **_as_least(found)} for what, found in outcome.ways],
+        "assumed": [*outcome.assumed, *outcome.asked.notes, told()],
+        "config": None if out is None or not outcome.configs else str(out),
+    }
+
+
+def _as_plan(plan: Plan) -> dict[str, Any]:
+    choice, time, held = plan.choice, plan.time, plan.footprint
+    return {
+        "layout": {"dp": choice.dp, "tp": choice.tp, "pp": choice.pp},
+        "level": choice.level,
+        "micro_batch": choice.micro_batch,
+        "schedule": choice.schedule,
+        "recompute": choice.recompute,
+        "offload": choice.offload,
+        "peak_bytes": held.total,
+        "tokens_per_second": time.tokens_per_second,
+        "mfu": time.mfu,
+        "bubble": time.bubble,
+        "micro_batches": choice.micro_batches,
+        "stages_per_rank": choice.stages_per_rank,
+        "reduce": choice.reduce,
+        "keep_gathered": choice.keep_gathered,
+        "sequence_parallel": choice.sequence_parallel,
+        "seconds": time.seconds,
+        "exposed_seconds": time.exposed,
+        "peak_by_kind": dict(held.by_kind),
+        "host_bytes": held.host_bytes,
+        "host_pinned_bytes": 0 if held.host is None else held.host.staging,
+        "sent_bytes": dict(plan.sent),
+    }
+
+
+def _as_least(found: Smallest) -> dict[str, Any]:
+    choice = found.choice
+    return {
+        "layout": {"dp": choice.dp, "tp": choice.tp, "pp": choice.pp},
+        "level": choice.level,
+        "offload": choice.offload,
+        "peak_bytes": found.footprint.total,
+        "host_bytes": found.footprint.host_bytes,
+        "fits": found.fits,
+    }

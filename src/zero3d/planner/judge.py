@@ -1,0 +1,241 @@
+"""What one choice comes to: whether it can be, whether it fits, how fast it is. Pure."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from zero3d.config import Config
+from zero3d.errors import ConfigError, Zero3dError
+from zero3d.pipeline.schedules.own import find
+from zero3d.pipeline.simulate import peak_live
+from zero3d.planner.choice import Choice
+from zero3d.planner.footprint import Footprint, footprint, rank_actions
+from zero3d.planner.hardware import Cluster
+from zero3d.planner.memory import Widths, states
+from zero3d.planner.reduction import Part, step_bytes
+from zero3d.planner.run import Run
+from zero3d.planner.speed import BYTES
+from zero3d.planner.timing import StepTime, stage_blocks, step_time
+from zero3d.planner.workload import Workload
+
+RESERVE = 0.08
+"""Of a device's memory, for what is not the run's: the driver, libraries, holes between the allocator's blocks."""
+HOST_RESERVE = 0.1
+"""The same of a host's, whose processes and files want room too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aim:
+    """What is planned for.
+
+    workload: that of a rank of tp, with or without sequence parallel; raises `Zero3dError` for a cut that cannot be
+    global_batch: samples; host_memory: bytes of a machine; machine: devices that one can have
+    """
+
+    cluster: Cluster
+    devices: int
+    global_batch: int
+    dtype: str
+    workload: Callable[[int, bool], Workload]
+    blocks: int
+    host_memory: float
+    machine: int
+
+    @property
+    def weight(self) -> int:
+        return BYTES[self.dtype]
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a device that a run may take."""
+        return self.cluster.device.memory * (1 - RESERVE)
+
+    @property
+    def host_of_rank(self) -> float:
+        """Bytes of a machine's memory that each of its ranks may take."""
+        ranks = min(self.cluster.per_node, self.devices)
+        return self.host_memory * (1 - HOST_RESERVE) / ranks
+
+    @property
+    def threads(self) -> int:
+        return max(self.cluster.host.cores // self.cluster.per_node, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """why: "cannot be", "does not fit" or "slower"; number: what makes it so, in `unit`: bytes, tokens/s, a count."""
+
+    choice: Mapping[str, int | str | bool]
+    why: str
+    reason: str
+    number: float
+    unit: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A choice that fits. sent: bytes of the rank that holds most, a step, by axis"""
+
+    choice: Choice
+    time: StepTime
+    footprint: Footprint
+    sent: Mapping[str, float] = field(default_factory=dict)
+
+
+def layout_of(choice: Choice) -> dict[str, int | str | bool]:
+    """What tells it from others."""
+    return {
+        "dp": choice.dp,
+        "tp": choice.tp,
+        "pp": choice.pp,
+        "schedule": choice.schedule,
+        "stages_per_rank": choice.stages_per_rank,
+        "level": choice.level,
+        "reduce": choice.reduce,
+        "keep_gathered": choice.keep_gathered,
+        "sequence_parallel": choice.sequence_parallel,
+        "micro_batch": choice.micro_batch,
+        "recompute": choice.recompute,
+        "offload": choice.offload,
+    }
+
+
+def refusal(choice: Choice, why: str, reason: str, number: float, unit: str) -> Rejected:
+    return Rejected(choice=layout_of(choice), why=why, reason=reason, number=number, unit=unit)
+
+
+def impossible(aim: Aim, choice: Choice) -> Rejected | None:
+    """Why it cannot be, if so."""
+    stages = choice.pp * choice.stages_per_rank
+    if aim.global_batch % choice.dp:
+        left = aim.global_batch % choice.dp
+        return refusal(
+            choice, "cannot be", f"{aim.global_batch} samples over dp {choice.dp} leave {left}", left, "samples"
+        )
+    if stages > max(aim.blocks, 1):
+        return refusal(choice, "cannot be", f"{stages} stages for {aim.blocks} blocks", stages, "stages")
+    if choice.samples % choice.micro_batch or choice.micro_batch > choice.samples:
+        return refusal(
+            choice,
+            "cannot be",
+            f"micro-batches of {choice.micro_batch} do not make up a rank's {choice.samples} samples",
+            choice.samples % choice.micro_batch or choice.samples,
+            "samples",
+        )
+    if choice.pp > 1:
+        try:
+            find(choice.schedule).check(stages, choice.pp, choice.micro_batches)
+            _actions_live(choice.schedule, stages, choice.pp, few(choice))
+        except ConfigError as error:
+            return refusal(choice, "cannot be", error.message, choice.micro_batches, "micro-batches")
+    try:
+        aim.workload(choice.tp, choice.sequence_parallel)
+    except Zero3dError as error:
+        return refusal(choice, "cannot be", error.message, choice.tp, "ranks of tp")
+    return None
+
+
+def few(choice: Choice) -> int:
+    """Micro-batches with which a schedule holds as much as with all."""
+    if choice.pp == 1:
+        return min(choice.micro_batches, 3)
+    return choice.micro_batches if choice.schedule == "gpipe" else min(choice.micro_batches, 3 * choice.pp)
+
+
+@lru_cache(maxsize=1024)
+def _actions_live(schedule: str, stages: int, ranks: int, micro_batches: int) -> list[int]:
+    return peak_live(find(schedule if stages > 1 else "accumulate").actions(stages, ranks, micro_batches))
+
+
+def at_least(aim: Aim, choice: Choice) -> float:
+    """Bytes that it takes on a device in any case, from few numbers."""
+    workload = aim.workload(choice.tp, choice.sequence_parallel)
+    run = Run(pp=choice.pp, stages_per_rank=choice.stages_per_rank)
+    stages = list(stage_blocks(workload, run))
+    live = _actions_live(choice.schedule, len(stages), choice.pp, few(choice))
+    block = workload.kinds[workload.order[stages[0][0]]] if stages[0] else workload.before
+    held = block.courses.get(choice.recompute, block.courses["none"])[0].net.of(choice.micro_batch)
+    activations = held * len(stages[0]) * max(live[0], 1) * 0.95
+    parameters = block.numel * sum(len(stages[at]) for at in range(0, len(stages), choice.pp))
+    moments = Widths(weights=aim.weight, gradients=4, optimizer=8 + (4 if aim.weight != 4 else 0))
+    kept = states(
+        parameters,
+        choice.level,
+        dp=choice.dp,
+        widths=moments,
+        reduce=choice.reduce,
+        offload=choice.keeping(aim.weight, 1).offload,
+    )
+    return kept.device + activations
+
+
+def fits(aim: Aim, choice: Choice) -> tuple[Footprint, Rejected | None]:
+    """The footprint of the rank that holds most, and why it does not fit, if so."""
+    workload = aim.workload(choice.tp, choice.sequence_parallel)
+    keeping = choice.keeping(aim.weight, aim.threads)
+    indices = dict.fromkeys((0, choice.pp - 1))
+    found = [footprint(workload, keeping, index, micro_batches=few(choice)) for index in indices]
+    most = max(found, key=lambda one: one.total)
+    if most.total > aim.memory:
+        reason = f"{gb(most.total)} of {gb(aim.memory)} that a device has for it"
+        return most, refusal(choice, "does not fit", reason, most.total, "bytes")
+    host = max(found, key=lambda one: one.host_bytes)
+    if host.host_bytes > aim.host_of_rank:
+        reason = f"{gb(host.host_bytes)} of its host, which has {gb(aim.host_of_rank)} a rank"
+        return host, refusal(choice, "does not fit", reason, host.host_bytes, "host bytes")
+    return most, None
+
+
+def timed(aim: Aim, choice: Choice, *, simulated: bool = True) -> StepTime:
+    workload = aim.workload(choice.tp, choice.sequence_parallel)
+    return step_time(aim.cluster, workload, choice.run(aim.weight), simulated=simulated)
+
+
+def bound(aim: Aim, choice: Choice) -> float:
+    """Seconds of a step that any way of keeping takes: computing, and waits of the pipeline, less what formulas may be
+    wrong by."""
+    run = choice.changed(dp=1, level=0, reduce="step", keep_gathered=False, offload="none")
+    found = timed(aim, run, simulated=False)
+    return (found.seconds - found.update - found.host - max(found.idle, 0.0)) * 0.999
+
+
+def sent(aim: Aim, choice: Choice, config: Config) -> dict[str, float]:
+    """Bytes that the first rank sends in a step, by axis, as ideal rings do."""
+    workload = aim.workload(choice.tp, choice.sequence_parallel)
+    run = choice.run(aim.weight)
+    stages = stage_blocks(workload, run)
+    mine = [at for at in range(len(stages)) if at % choice.pp == 0]
+    parts = [workload.kinds[workload.order[block]] for at in mine for block in stages[at]]
+    outside = [workload.before, *([workload.after] if choice.pp == 1 else [])]
+    held = Part(
+        trained=sum(part.trained for part in (*parts, *outside)),
+        frozen=sum(part.frozen for part in (*parts, *outside)),
+        outside=sum(part.numel for part in outside),
+    )
+    actions = rank_actions(choice.keeping(aim.weight, 1), choice.micro_batches, 0)
+    over_dp = step_bytes(config, held, actions)
+    again = 2 if choice.recompute == "block" else 1
+    calls = [
+        (call, times)
+        for part in parts
+        for one, times in ((part.forward, again), (part.backward, 1))
+        for call in one.calls
+    ] + [(call, 1) for part in outside for one in (part.forward, part.backward) for call in one.calls]
+    others = (choice.tp - 1) / choice.tp
+    over_tp = sum(
+        times * call.num_bytes.of(choice.micro_batch) * others * (2 if call.verb == "all_reduce" else 1)
+        for call, times in calls
+    )
+    found = {"dp": float(over_dp.reduced + over_dp.weights), "tp": over_tp * choice.micro_batches, "pp": 0.0}
+    if choice.pp > 1 and workload.order:
+        crossing = workload.blocks[0].leaving.of(choice.micro_batch)
+        found["pp"] = crossing * choice.micro_batches * (2 * choice.stages_per_rank - 1)
+    return {axis: value for axis, value in found.items() if value}
+
+
+def gb(num_bytes: float) -> str:
+    """Such as 79.1 GB."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.3g} {unit}"
+    return f"{num_bytes / 1e3:.3g} kB"

@@ -1,0 +1,26 @@
+"""What `zero3d plan` says of its own error is what docs/planner.md has, and public models have sizes that can be."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from zero3d.config import Config
+from zero3d.planner import own_error
+from zero3d.planner.public_models import PUBLIC, find_model
+
+DOCS = Path(__file__).parents[2] / "docs" / "planner.md"
+
+
+def test_its_error_is_that_of_the_docs() -> None:
+    found = re.search(r"\| \*\*all\*\* \| (\d+) \| ([\d.]+)% \| ([\d.]+)% \|", DOCS.read_text(encoding="utf-8"))
+    assert found is not None
+    assert int(found[1]) == own_error.RUNS
+    assert (float(found[2]), float(found[3])) == pytest.approx((own_error.MEDIAN * 100, own_error.NINETIETH * 100))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_models_are_configurations(name: str) -> None:
+    model = find_model(name.upper().replace("-", " "))
+    assert model is PUBLIC[name] and model.source
+    assert Config.load({"model": model.section()}).model.width == model.width
