@@ -30,7 +30,7 @@ def problems(config: "Config") -> Iterator[Problem]:
     if config.run.check_every and config.parallel.tp == config.parallel.pp == 1:
         yield Problem(
             "run.check_every",
-            f"run.check_every = {config.run.check_every} at tp = 1 and pp = 1, where there is nothing to compare",
+            f"run.check_every = {config.run.check_every} at parallel.tp = 1 and pp = 1: nothing is there twice",
             "Leave it out, or set parallel.tp to 2 or more.",
         )
     if config.parallel.sequence_parallel and config.parallel.tp == 1:

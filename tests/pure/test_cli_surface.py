@@ -29,6 +29,7 @@ SURFACE = {
         "--rank",
         "--micro-batches",
         "--model",
+        "--vocabulary",
         "--out",
         "--set",
         "--json",

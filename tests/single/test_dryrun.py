@@ -185,6 +185,9 @@ def test_the_verb_tells_people_and_programs(tmp_path: Path) -> None:
         assert one["sent_bytes"].keys() == {"dp", "tp", "pp"}
         assert one["flops"] > 0
     assert 0 < event["bubble"] < 1
+    wider = run("examples/3d.toml", "--json", "--vocabulary", "512")
+    parameters = [json.loads(one.stdout)["ranks"][0]["parameters"] for one in (told, wider)]
+    assert parameters[1] - parameters[0] == (512 - 256) * 64 // 2  # an embedding of width 64, cut over tp = 2
     shown = run("examples/3d.toml", "--rank", "5")
     assert shown.exit_code == 0
     assert "rank 5" in shown.stdout

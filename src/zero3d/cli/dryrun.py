@@ -39,6 +39,9 @@ def command(
         Path | None,
         typer.Option("--model", help="A folder with a Transformers config.json, in place of [model]. No weights."),
     ] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option("--vocabulary", min=1, help="Token kinds; left out, those of data.tokenizer.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Write what --json prints to a file, such as RUN/dryrun.json.")
     ] = None,
@@ -59,7 +62,7 @@ def command(
     )
 
     def work() -> None:
-        found = _rehearsed(options, ranks or [], micro_batches, model)
+        found = _rehearsed(options, ranks or [], micro_batches, model, vocabulary)
         event = json.dumps(found.as_event())
         if out is not None:
             _write(out, event)
@@ -80,13 +83,15 @@ def resolved(options: Options) -> Config:
     return Config.load(given.model_dump()).resolved(options.ranks or fewest, native_bf16=True)
 
 
-def _rehearsed(options: Options, ranks: list[int], micro_batches: int | None, model: Path | None) -> "Rehearsal":
+def _rehearsed(
+    options: Options, ranks: list[int], micro_batches: int | None, model: Path | None, vocabulary: int | None
+) -> "Rehearsal":
     config = resolved(options)
     if model is None:
         checks.check_code(config, options.allow_code)
     checks.check_schedule(config)
     with _progress(options, config):
-        job = job_of(config, model, allow_code=options.allow_code)
+        job = job_of(config, model, vocabulary, allow_code=options.allow_code)
         outside = [rank for rank in ranks if not 0 <= rank < job.layout.world]
         if outside:
             raise ConfigError(
@@ -98,8 +103,9 @@ def _rehearsed(options: Options, ranks: list[int], micro_batches: int | None, mo
         return rehearse(job, ranks, micro_batches)
 
 
-def job_of(config: Config, model: Path | None, *, allow_code: bool) -> "Job":
-    """What `zero3d train` would run; `model`: the folder of a Transformers model in place of the configuration's."""
+def job_of(config: Config, model: Path | None, vocabulary: int | None, *, allow_code: bool) -> "Job":
+    """What `zero3d train` would run; model: the folder of a Transformers model in place of the configuration's;
+    vocabulary: None: that of the data."""
     # Here, not above: what is wrong in the configuration is told before torch is loaded.
     import torch
 
@@ -122,7 +128,8 @@ def job_of(config: Config, model: Path | None, *, allow_code: bool) -> "Job":
             batch={"tokens": tokens, "targets": tokens},
             call=found.call,
         )
-    build = build_function(config.model, checks.vocabulary_of(config), length, allow_code=allow_code)
+    vocabulary = checks.vocabulary_of(config) if vocabulary is None else vocabulary
+    build = build_function(config.model, vocabulary, length, allow_code=allow_code)
     return Job(
         source=build,
         loss=next_token_loss,

@@ -58,7 +58,8 @@ def _public(name: str, model: PublicModel) -> Asked:
         sections={"model": model.section()},
         notes=(
             f"[model] has no size of the vocabulary, which is the tokenizer's; planned with {model.vocabulary:,}.",
-            "Set data.tokenizer to the model's own tokenizer.json, and data.source to the text.",
+            "Set data.tokenizer to the model's own tokenizer.json and data.source to the text; rehearse it with zero3d "
+            f"dryrun --vocabulary {model.vocabulary}.",
         ),
         source=model.source,
     )

@@ -209,7 +209,7 @@ class _Line:
         return RankRehearsal(
             rank=rank,
             stages=sorted(parts.stages),
-            parameters=sum(info.numel for info in parts.infos if parts.pipeline.placed.has(info.name)),
+            parameters=sum(info.local.numel for info in parts.infos if parts.pipeline.placed.has(info.name)),
             peak=peak(tracker.lives, lasting),
             lasting=lasting,
             traffic=tracker.traffic(parts.axes, middle, more),
