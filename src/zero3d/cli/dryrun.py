@@ -11,7 +11,7 @@ import typer
 from zero3d.cli import checks, train
 from zero3d.cli.options import AllowCode, AsJson, ConfigPath, Debug, Options, Settings
 from zero3d.config import Config
-from zero3d.errors import ConfigError, UsageError
+from zero3d.errors import UsageError
 
 if TYPE_CHECKING:
     from zero3d.dryrun.rehearsal import Rehearsal
@@ -90,14 +90,8 @@ def _rehearsed(
     if model is None:
         checks.check_code(config, options.allow_code)
     checks.check_schedule(config)
-    with _progress(options, config):
+    with _progress():
         job = job_of(config, model, vocabulary, allow_code=options.allow_code)
-        outside = [rank for rank in ranks if not 0 <= rank < job.layout.world]
-        if outside:
-            raise ConfigError(
-                f"--rank {outside[0]}, and there are {job.layout.world} ranks",
-                hint=f"Ranks are 0 to {job.layout.world - 1}; --world says how many there are.",
-            )
         from zero3d.dryrun.run import rehearse
 
         return rehearse(job, ranks, micro_batches)
@@ -139,7 +133,7 @@ def job_of(config: Config, model: Path | None, vocabulary: int | None, *, allow_
     )
 
 
-def _progress(options: Options, config: Config) -> AbstractContextManager[Any]:
+def _progress() -> AbstractContextManager[Any]:
     if not sys.stderr.isatty():
         return nullcontext()
     from rich.console import Console

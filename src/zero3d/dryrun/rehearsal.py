@@ -20,7 +20,7 @@ class RankRehearsal:
     """What one rank does and holds in a step.
 
     stages: that it has; lasting: kind -> bytes that it holds between steps, those elsewhere than on its device
-    ("host", "disk", "staging") too; flops: of all actions, by (kind, stage), of one micro-batch
+    ("host", "disk", "staging") too; flops: of all actions
     """
 
     rank: int
@@ -29,7 +29,6 @@ class RankRehearsal:
     peak: Peak
     lasting: Mapping[str, int]
     traffic: Mapping[str, Traffic]
-    flops_of: Mapping[tuple[str, int], int]
     flops: int
     notice: str = ""
 

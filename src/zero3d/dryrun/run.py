@@ -89,9 +89,6 @@ def rehearse_model(
         batch=batch,
         call=call,
     )
-    outside = [rank for rank in ranks if not 0 <= rank < world]
-    if outside:
-        raise UsageError(f"there is no rank {outside[0]} in a world of {world}", hint=f"Ranks are 0 to {world - 1}.")
     return rehearse(job, ranks, micro_batches)
 
 
@@ -104,10 +101,15 @@ def default_ranks(layout: Layout) -> list[int]:
 def rehearse(job: Job, ranks: Sequence[int] = (), micro_batches: int | None = None) -> Rehearsal:
     """A step of `ranks` (left out: `default_ranks`), of so many micro-batches (left out: as the configuration says).
 
-    Raises what the run would, and `UsageError` for a model whose way hangs on values.
+    Raises what the run would, and `UsageError` for a model whose way hangs on values, or a rank that is not there.
     """
     began = time.perf_counter()
     layout = job.layout
+    outside = [rank for rank in ranks if not 0 <= rank < layout.world]
+    if outside:
+        raise UsageError(
+            f"there is no rank {outside[0]}: there are {layout.world} ranks", hint=f"Ranks are 0 to {layout.world - 1}."
+        )
     chosen = list(ranks) or default_ranks(layout)
     wanted = job.config.micro_batches if micro_batches is None else micro_batches
     rehearsed = _enough(job.config, wanted)
@@ -213,7 +215,6 @@ class _Line:
             peak=peak(tracker.lives, lasting),
             lasting=lasting,
             traffic=tracker.traffic(parts.axes, middle, more),
-            flops_of={},
             flops=flops,
             notice=parts.notice,
         )

@@ -116,11 +116,6 @@ class Tracker(TorchDispatchMode):
     def queueing(self, queue: str, what: str) -> AbstractContextManager[None]:
         return UNWATCHED.queueing(queue, what)
 
-    @property
-    def action(self) -> str:
-        """That goes on now."""
-        return self._action
-
     @contextmanager
     def _in(self, action: str) -> Iterator[None]:
         before, self._action = self._action, action
