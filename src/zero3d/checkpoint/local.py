@@ -88,6 +88,10 @@ class LocalRanges:
     def read_into(self, data: memoryview, offset: int) -> int:
         return os.preadv(self._descriptor, [data], offset)
 
+    def expect(self, offset: int, length: int) -> None:
+        if hasattr(os, "posix_fadvise"):  # Advice only: other systems read when they are asked to.
+            os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_WILLNEED)
+
     def close(self) -> None:
         os.close(self._descriptor)
 

@@ -8,7 +8,7 @@ fails; so would an error not be one that can be told.
 import sys
 import zlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
@@ -16,6 +16,7 @@ from typing import Final, Self
 import torch
 from torch import Tensor
 
+from zero3d.checkpoint.ahead import Ahead
 from zero3d.checkpoint.chunks import CHUNK, ENTRY, first_wrong
 from zero3d.checkpoint.folders import check_size
 from zero3d.checkpoint.manifest import OTHER, File, Manifest
@@ -51,7 +52,9 @@ def carry_out(jobs: Iterable[Job], folder: Place, manifest: Manifest) -> int:
     buffer = bytearray(BLOCK + 3 * CHUNK)
     for number, own in sorted(by_file.items()):
         with Reader(folder, manifest.files[number], buffer) as reader:
-            for job in sorted(own, key=lambda job: job.offset + job.copy.source * job.dtype.itemsize):
+            own.sort(key=lambda job: job.offset + job.copy.source * job.dtype.itemsize)
+            reader.expect(extent for job in own for extent in _extents(job))
+            for job in own:
                 _fill(job, reader)
             total += reader.bytes_read
     return total
@@ -68,6 +71,7 @@ class Reader:
         self._buffer = memoryview(buffer)
         self._last = -1
         self._kept = b""
+        self.expect(())
 
     def __enter__(self) -> Self:
         check_size(self.path, self._file.size)
@@ -86,6 +90,10 @@ class Reader:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ranges.close()
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """What will be read, (start, stop) in rising order: it may be brought ahead of its time."""
+        self._ahead = Ahead(ranges, lambda start, length: self._ranges.expect(start, length))
 
     def read(self, start: int, stop: int) -> memoryview:
         """Bytes [start, stop) before the table, until the next call. At most `BLOCK` of them."""
@@ -137,6 +145,7 @@ class Reader:
 
     def _take(self, data: memoryview, offset: int) -> None:
         at = 0
+        self._ahead.reading(offset)
         while at < len(data):
             try:
                 number = self._ranges.read_into(data[at:], offset + at)
@@ -149,6 +158,14 @@ class Reader:
 
     def _wrong(self, what: str) -> DataError:
         return DataError(what, where=str(self.path), hint=OTHER)
+
+
+def _extents(job: Job) -> Iterator[tuple[int, int]]:
+    """Bytes of its file that `job` reads, row by row."""
+    copy, width = job.copy, job.dtype.itemsize
+    for row in range(copy.rows):
+        start = job.offset + (copy.source + row * copy.source_step) * width
+        yield start, start + copy.length * width
 
 
 def _fill(job: Job, reader: Reader) -> None:

@@ -183,6 +183,9 @@ class RemoteRanges:
         data[: len(found)] = found
         return len(found)
 
+    def expect(self, offset: int, length: int) -> None:
+        """fsspec's files read ahead by themselves."""
+
     def close(self) -> None:
         with suppress(Exception):  # All that was wanted has been read.
             self._file.close()

@@ -25,6 +25,10 @@ class Ranges(Protocol):
         """Fills the beginning of `data` with what begins at byte `offset`. -> how much; 0: the file ends there."""
         ...
 
+    def expect(self, offset: int, length: int) -> None:
+        """These bytes will be read soon."""
+        ...
+
     def close(self) -> None: ...
 
 
