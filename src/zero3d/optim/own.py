@@ -38,7 +38,7 @@ class OwnOptimizers:
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises `UsageError` for one that cannot work on slices."""
         kind = type(optimizer).__name__
-        if not is_elementwise(kind, partial(_another, optimizer)):
+        if not is_elementwise(kind, partial(another, optimizer)):
             raise UsageError(
                 f"optimizer {kind} looks at whole matrices, and here it would get slices of them",
                 hint='Use zero3d.Engine with zero.whole_parameters = ["auto"].',
@@ -109,7 +109,7 @@ class OwnOptimizers:
         if self._depth[optimizer] > 1:
             return
         try:
-            if len(args) > 1 or kwargs.get("closure") is not None:
+            if any(one is not None for one in (*args[1:], kwargs.get("closure"))):
                 raise UsageError(
                     "optimizer.step was given a closure, whose gradients would come too late to be summed over ranks",
                     hint="Call backward first, and optimizer.step() without a closure.",
@@ -162,7 +162,7 @@ class OwnOptimizers:
         return bool(names)
 
 
-def _another(optimizer: torch.optim.Optimizer, parameters: Sequence[Any]) -> torch.optim.Optimizer:
+def another(optimizer: torch.optim.Optimizer, parameters: Sequence[Any]) -> torch.optim.Optimizer:
     """One of the same class and settings for other parameters, however its constructor is called."""
     other: torch.optim.Optimizer = object.__new__(type(optimizer))
     # A scheduler puts a `step` of its own into the object.

@@ -1,0 +1,1 @@
+"""zero3d inside of other libraries' training loops. Each module needs its library: the extra `hf`."""
