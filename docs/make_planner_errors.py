@@ -327,6 +327,13 @@ Errors of the predictions below: predicted over published, less one.
 Published runs with context parallelism (`cp`), which zero3d does not have, are taken as ranks with a part of a sample
 each. Not in the table are formulas, and rows that do not say in which layout they ran.
 
+## How far its memory is off
+
+Peaks of a rank's memory are laid beside a rehearsal of the real step, which is within 1 % of what a run allocates.
+`python -m tests.planned` prints all points: five models, levels 0 to 3, recomputing, offload, bf16, tp, and pp with its
+schedules. Of 87 ranks at 75 points the median error is 0.01 % and the largest 2.8 %: only a small MLP whose optimizer
+is on the host is beyond 2 %, at two points. At every point there are as many calls over dp as in the rehearsal.
+
 ## All rows
 
 Layouts are dp x tp x pp, then the level, micro-batches x samples of each. Single times are of a stage in the middle

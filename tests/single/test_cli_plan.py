@@ -63,7 +63,7 @@ def described(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_described_machine_is_searched_and_every_rejection_has_a_number(tiny: str, described: str) -> None:
+def test_c80_a_described_machine_is_searched_and_every_rejection_has_a_number(tiny: str, described: str) -> None:
     event = json.loads(plan("--model", tiny, "--devices", "4", "--device", described, "--json"))
     plans, rejected = event["plans"], event["rejected"]
     assert 1 <= len(plans) <= 10 and set(plans[0]) >= KEYS
@@ -76,6 +76,7 @@ def test_a_described_machine_is_searched_and_every_rejection_has_a_number(tiny: 
     assert {one["why"] for one in rejected} >= {"slower", "cannot be"}
     assert all(one["reason"] and one["unit"] and one["number"] > 0 for one in rejected)
     assert event["neighbours"] and all(one["reason"] for one in event["neighbours"])
+    assert all(set(one["calls"]) == set(one["sent_bytes"]) for one in (*plans, *event["neighbours"]))
     changes = {one["change"].split()[0] for one in event["neighbours"]}
     assert {"tp", "pp", "level", "micro_batch", "recompute", "offload"} <= changes | {"reduce"}
 
@@ -106,8 +107,12 @@ def test_what_it_says_is_what_a_rehearsal_of_its_configuration_finds(tiny: str, 
 
 def test_tables_for_people(tiny: str, described: str) -> None:
     told = plan("--model", tiny, "--devices", "4", "--device", described)
-    for text in ("tokens/s", "MFU", "bubble", "One setting changed", "Rejected", "Its own error", "8%"):
+    for text in ("tokens/s", "MFU", "bubble", "One setting changed", "Rejected", "Its own error", "8%", "calls"):
         assert text in told
+    assert "0.0 GB" not in told
+    rows = [" ".join(line.split()) for line in told.partition("Rejected")[2].splitlines() if " x " in line]
+    layouts = [(row.split()[:5], why) for row in rows for why in ("cannot be", "does not fit", "slower") if why in row]
+    assert layouts and all(layouts.count(one) == 1 for one in layouts)
 
 
 def test_a_model_that_fits_nowhere_says_the_least_that_would(described: str) -> None:

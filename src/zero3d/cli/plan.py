@@ -203,7 +203,7 @@ def planned(
         least = smallest(aim)
         ways = tuple(ways_out(aim, aim_of, tokens))
     configs = [config_of(asked, plan, dtype, tokens, batch) for plan in found.plans]
-    plans = [replace(plan, sent=sent(aim, plan.choice, config)) for plan, config in zip(found.plans, configs)]
+    plans = [replace(plan, sent=sent(aim, plan.choice)) for plan in found.plans]
     whose = "" if global_batch or asked.global_batch else f" ({SAMPLES} a device, as --global-batch is left out)"
     assumed = (
         f"{devices} x {cluster.device.name}, {cluster.per_node} a machine; of a device's memory {RESERVE:.0%} are left "

@@ -1,6 +1,6 @@
 """What `zero3d plan` found, as tables for people and as JSON for programs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from zero3d.planner.footprint import KINDS
 from zero3d.planner.judge import Plan, Rejected
 from zero3d.planner.least import Smallest
 from zero3d.planner.own_error import told
+from zero3d.planner.sending import Sent
 
 SHOWN = 6
 """Of the rejected, for each reason."""
@@ -37,8 +38,8 @@ def _plans(outcome: Outcome) -> PlainTable:
     table = PlainTable(
         f"{outcome.asked.name} on {devices} x {name}",
         ["dp x tp x pp", "schedule", "level", "batch", "again", "host"],
-        ["memory", "tokens/s", "MFU", "bubble", "exposed", "sent"],
-        drop=["exposed", "sent", "bubble", "schedule"],
+        ["memory", "tokens/s", "MFU", "bubble", "exposed", "sent", "calls"],
+        drop=["exposed", "bubble", "calls", "sent", "schedule"],
     )
     for plan in outcome.found.plans:
         choice, time = plan.choice, plan.time
@@ -55,20 +56,25 @@ def _plans(outcome: Outcome) -> PlainTable:
             f"{time.mfu:.1%}",
             f"{time.bubble:.1%}",
             f"{time.exposed / time.seconds:.1%}",
-            size(sum(plan.sent.values())),
+            *_sent(plan.sent),
             style="bold" if plan is outcome.found.plans[0] else None,
         )
     return table
 
 
 def _memory(outcome: Outcome) -> PlainTable:
-    table = PlainTable("Memory of the rank that holds most, by kind", ["dp x tp x pp"], [*KINDS, "host"], drop=[])
+    numbers = [*KINDS, "host", "of it pinned", "of a machine"]
+    table = PlainTable("Memory of the rank that holds most, by kind", ["dp x tp x pp"], numbers, drop=[])
+    ranks = min(outcome.aim.cluster.per_node, outcome.aim.devices)
     for plan in outcome.found.plans:
         choice, held = plan.choice, plan.footprint
         table.add_row(
             f"{choice.dp} x {choice.tp} x {choice.pp}",
             *(size(held.by_kind[kind]) for kind in KINDS),
-            size(held.host_bytes) if held.host_bytes else "-",
+            *(
+                size(number) if held.host_bytes else "-"
+                for number in (held.host_bytes, _pinned(plan), held.host_bytes * ranks)
+            ),
         )
     return table
 
@@ -85,27 +91,36 @@ def _where_time_goes(best: Plan) -> PlainTable:
 
 
 def _neighbours(outcome: Outcome) -> PlainTable:
-    table = PlainTable("One setting changed", ["setting"], ["tokens/s", "memory"], ["why it lost"], drop=["memory"])
+    numbers = ["tokens/s", "memory", "sent", "calls"]
+    table = PlainTable("One setting changed", ["setting"], numbers, ["why it lost"], drop=["memory"])
     for one in outcome.around:
         if isinstance(one.found, Plan):
-            table.add_row(
-                one.change, count(one.found.time.tokens_per_second), size(one.found.footprint.total), one.reason
-            )
+            cells = [count(one.found.time.tokens_per_second), size(one.found.footprint.total)]
         else:
-            table.add_row(one.change, "-", _number(one.found) if one.found.unit == "bytes" else "-", one.reason)
+            cells = ["-", _number(one.found) if one.found.unit == "bytes" else "-"]
+        table.add_row(one.change, *cells, *_sent(one.sent), one.reason)
     return table
+
+
+def _sent(sent: Mapping[str, Sent]) -> tuple[str, str]:
+    """(bytes, calls) of a step, over all axes."""
+    total = sum(sent.values(), Sent())
+    return (size(total.num_bytes), f"{total.calls:,}") if sent else ("-", "-")
 
 
 def _rejected(outcome: Outcome) -> PlainTable:
     counts = outcome.found.counts
     told_counts = ", ".join(f"{number:,} {why}" for why, number in counts.most_common())
-    table = PlainTable(f"Rejected: {told_counts or 'none'}", ["dp x tp x pp", "why", "what"], ["number"], drop=[])
+    words, numbers = ["dp x tp x pp", "why", "the nearest of them"], ["choices", "number"]
+    table = PlainTable(f"Rejected: {told_counts or 'none'}", words, numbers, drop=[])
     for why in counts:
         found = [one for one in outcome.found.rejected if one.why == why]
         found.sort(key=lambda one: one.number, reverse=why == "slower")
-        for one in found[:SHOWN]:
-            choice = one.choice
-            table.add_row(f"{choice['dp']} x {choice['tp']} x {choice['pp']}", why, one.reason, _number(one))
+        by_layout: dict[str, list[Rejected]] = {}
+        for one in found:
+            by_layout.setdefault(" x ".join(str(one.choice[axis]) for axis in ("dp", "tp", "pp")), []).append(one)
+        for layout, same in list(by_layout.items())[:SHOWN]:
+            table.add_row(layout, why, same[0].reason, f"{len(same):,}", _number(same[0]))
     return table
 
 
@@ -130,6 +145,7 @@ def as_event(outcome: Outcome, out: Path | None) -> dict[str, Any]:
                 "tokens_per_second": one.found.time.tokens_per_second if isinstance(one.found, Plan) else None,
                 "peak_bytes": one.found.footprint.total if isinstance(one.found, Plan) else None,
                 "number": one.found.number if not isinstance(one.found, Plan) else None,
+                **_as_sent(one.sent),
             }
             for one in outcome.around
         ],
@@ -168,9 +184,21 @@ def _as_plan(plan: Plan) -> dict[str, Any]:
         "exposed_seconds": time.exposed,
         "peak_by_kind": dict(held.by_kind),
         "host_bytes": held.host_bytes,
-        "host_pinned_bytes": 0 if held.host is None else held.host.staging,
-        "sent_bytes": dict(plan.sent),
+        "host_pinned_bytes": _pinned(plan),
+        **_as_sent(plan.sent),
     }
+
+
+def _as_sent(sent: Mapping[str, Sent]) -> dict[str, Any]:
+    """Of a step of the pipeline's first rank, by axis."""
+    return {
+        "sent_bytes": {axis: one.num_bytes for axis, one in sent.items()},
+        "calls": {axis: one.calls for axis, one in sent.items()},
+    }
+
+
+def _pinned(plan: Plan) -> int:
+    return 0 if plan.footprint.host is None else plan.footprint.host.staging
 
 
 def _as_least(found: Smallest) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from zero3d.dryrun.course import Change, courses
 from zero3d.dryrun.course import run as run_levels
 from zero3d.dryrun.fakes import Fakes
 from zero3d.dryrun.first_chunk import first_chunk_loss
+from zero3d.dryrun.held import Courses, Held, OfPart
 from zero3d.dryrun.operations import Dims, Listener, Operations, PartTally, PassTally
 from zero3d.dryrun.whole_loss import whole_loss
 from zero3d.errors import UsageError
@@ -68,7 +69,7 @@ def count(
     memory: bool = True,
 ) -> Workload:
     """The workload of one of `tp` ranks; `parallel`: its plan counts, its numbers do not. memory: with what is live
-    when, which takes twice as long to count as all else.
+    when, which is counted when it is asked for, and takes twice as long as all else.
 
     Raises `UsageError` for a model that cannot run on tensors without data, and what the cut raises.
     """
@@ -83,25 +84,29 @@ def count(
         try:
             run = _Run(subject, model if at == 0 else _on_meta(subject.build), parallel, dtype, chosen)
             tallies = [run.tally(samples) for samples in (1, 2)]
-            modes = [mode for mode in MODES if memory and (mode == "none" or order)]
-            # Of one sample, parts of the sequence are side by side without a copy.
-            counts = [(2, 3), (1, 1)] if cuts else [(1, 2)]
-            held = {mode: [run.courses(mode, *samples) for samples in counts] for mode in modes}
             break
         except UsageError:
             raise
         except Exception as error:
             if at + 1 == len(attempts):
-                reason = str(error).strip().partition("\n")[0]
-                raise UsageError(
-                    f"{subject.name} cannot be run on tensors without data: {type(error).__name__}: {reason}",
-                    hint="What a model does must not depend on the values of tensors: no .item(), no `if` on a tensor.",
-                ) from error
+                raise _refusal(subject, error) from error
+    # Of one sample, parts of the sequence are side by side without a copy.
+    counts = [(2, 3), (1, 1)] if cuts else [(1, 2)]
+
+    def find(mode: str) -> Courses:
+        try:
+            return [run.courses(mode, *samples) for samples in counts]
+        except UsageError:
+            raise
+        except Exception as error:
+            raise _refusal(subject, error) from error
+
+    held = Held([mode for mode in MODES if memory and (mode == "none" or order)], find)
     parts = [
         replace(
             part,
-            courses={mode: found[0][at] for mode, found in held.items()},
-            of_one={mode: found[1][at] for mode, found in held.items() if found[1:]},
+            courses=OfPart(held, 0, at),
+            of_one=OfPart(held, 1, at) if counts[1:] else {},
             buffers=run.buffers[at],
         )
         for at, part in enumerate(run.parts(*tallies))
@@ -117,9 +122,17 @@ def count(
         kinds=kinds,
         order=order,
         after=parts[-1],
-        tp_buffers=run.tp_buffers,
+        tp_buffers=run.axis_holds,
         path=run.path,
         ends=(parts[1], parts[-2]) if cuts and order else (),
+    )
+
+
+def _refusal(subject: Subject, error: Exception) -> UsageError:
+    reason = str(error).strip().partition("\n")[0]
+    return UsageError(
+        f"{subject.name} cannot be run on tensors without data: {type(error).__name__}: {reason}",
+        hint="What a model does must not depend on the values of tensors: no .item(), no `if` on a tensor.",
     )
 
 
@@ -184,7 +197,7 @@ class _Run:
         self.path = path
         inside = [sum(one.nbytes for one in block.buffers()) for block in blocks]
         self.buffers = [sum(one.nbytes for one in model.buffers()) - sum(inside), *inside, 0]
-        self.tp_buffers = Amount()
+        self._axis_holds = Amount()
         self._call = subject.call or caller(model, DTYPES[dtype])
 
     def tally(self, samples: int) -> list[PartTally]:
@@ -219,11 +232,15 @@ class _Run:
 
     def courses(self, mode: str, few: int, more: int) -> list[tuple[Course, Course]]:
         """(forward, backward) of each part, with `recompute.mode`, from runs of `few` and `more` samples."""
-        found = {samples: self._levels(mode, samples) for samples in (few, more)}
+        found = {samples: self._levels(mode, samples) for samples in {few, more}}
         if more > few:
             each = (found[more][1] - found[few][1]) / (more - few)
-            self.tp_buffers = Amount(each, found[few][1] - few * each)
+            self._axis_holds = Amount(each, found[few][1] - few * each)
         return courses(found[few][0], found[more][0], len(self._blocks) + 2, few)
+
+    def axis_holds(self) -> Amount:
+        """Bytes of the tp axis' own, once courses are known."""
+        return self._axis_holds
 
     def _levels(self, mode: str, samples: int) -> tuple[list[Change], int]:
         """(what changes, bytes of the tp axis' own)."""

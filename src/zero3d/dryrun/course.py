@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zero3d.dryrun.fakes import DEVICE
 from zero3d.planner.workload import Amount, Course, Rise
 from zero3d.trees import tensors_in
 
@@ -70,6 +71,8 @@ class Levels(TorchDispatchMode):
         return self._known.get(tensor.untyped_storage()._cdata, (None, -1))[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE:  # Asked for at every turn, and known.
+            return getattr(args[0], "fake_device", None) or func(*args)
         node: Any = torch._C._current_autograd_node() if self._backward else None
         if node is not None and (number := node._sequence_nr()) < LAST:  # Those that add up gradients have no place.
             self._at = self._starting[bisect_right(self._starts, number) - 1]

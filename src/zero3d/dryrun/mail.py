@@ -57,7 +57,10 @@ class PostOffice:
         """Raises `RankFailedError` where it will not come, as another thread has failed."""
         there = self._turn.wait_for(lambda: self._failed or bool(self._letters[address]), timeout=SECONDS)
         if self._failed or not there:
-            raise RankFailedError(f"the stage at index {address.source} of pp failed, or never sent what was expected")
+            raise RankFailedError(
+                f"the stage at index {address.source} of pp failed, or never sent what was expected",
+                hint="See that stage's own error; every stage must run the same forward.",
+            )
         return self._letters[address].popleft()
 
 

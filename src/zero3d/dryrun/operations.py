@@ -16,6 +16,7 @@ from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero3d.contracts import Pending, Watched
+from zero3d.dryrun.fakes import DEVICE
 from zero3d.trees import tensors_in
 from zero3d.unwatched import Unwatched
 
@@ -127,6 +128,8 @@ class Operations(TorchDispatchMode):
         return waited
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE:  # Asked for at every turn, and known.
+            return getattr(args[0], "fake_device", None) or func(*args)
         out = func(*args, **(kwargs or {}))
         name = _name(func)
         if name is not None:

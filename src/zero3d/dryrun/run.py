@@ -20,6 +20,7 @@ from zero3d import census
 from zero3d.assemble import Parts, assemble
 from zero3d.config import Config
 from zero3d.contracts import Batch, Loss, ModelSource, OptimizerChoice
+from zero3d.dryrun.copied import copied
 from zero3d.dryrun.fakes import Fakes
 from zero3d.dryrun.ledger import micro_batch_of, peak
 from zero3d.dryrun.mail import PostOffice
@@ -82,7 +83,7 @@ def rehearse_model(
     refuse_unheard(given, optimizer)
     resolved = given.resolved(world, native_bf16=True, own_batches=True)
     job = Job(
-        source=model,
+        source=copied(model),
         loss=loss,
         optimizer=resolved.optimizer.name if optimizer is None else optimizer,
         config=resolved,
@@ -190,6 +191,7 @@ class _Line:
             for stage in parts.stages.values():
                 stage.start()
         parts.pipeline.settle()
+        parts.replica.finish()  # What it has gathered is gone again when a step begins.
 
     def _step(self, parts: Parts, rank: int, batch: Batch) -> RankRehearsal:
         batches = [batch] * self._rehearsed

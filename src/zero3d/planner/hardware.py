@@ -232,8 +232,8 @@ def find(name: str) -> Cluster:
     if name.upper() in known:
         return PRESETS[known[name.upper()]]
     near = [known[one] for one in get_close_matches(name.upper(), known, n=3, cutoff=0.4)]
-    hint = f"Did you mean {' or '.join(dict.fromkeys(near))}? " if near else ""
+    meant = f"Did you mean {' or '.join(dict.fromkeys(near))}? " if near else ""
     raise UsageError(
         f"there is no device {name!r}",
-        hint=f"{hint}Known: {', '.join(PRESETS)}, or the .json file of a profile that zero3d calibrate has written.",
+        hint=f"{meant}Known: {', '.join(PRESETS)}, or the .json file of a profile that zero3d calibrate has written.",
     )

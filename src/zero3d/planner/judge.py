@@ -4,16 +4,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from zero3d.config import Config
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.pipeline.schedules.own import find
 from zero3d.pipeline.simulate import peak_live
 from zero3d.planner.choice import Choice
-from zero3d.planner.footprint import Footprint, footprint, rank_actions
+from zero3d.planner.footprint import Footprint, footprint
 from zero3d.planner.hardware import Cluster
 from zero3d.planner.memory import Widths, states
-from zero3d.planner.reduction import Part, step_bytes
 from zero3d.planner.run import Run
+from zero3d.planner.sending import Sent, sent_by
 from zero3d.planner.speed import BYTES
 from zero3d.planner.timing import StepTime, stage_blocks, step_time
 from zero3d.planner.workload import Workload
@@ -74,12 +73,12 @@ class Rejected:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A choice that fits. sent: bytes of the rank that holds most, a step, by axis"""
+    """A choice that fits. sent: by axis, of the pipeline's first rank in a step"""
 
     choice: Choice
     time: StepTime
     footprint: Footprint
-    sent: Mapping[str, float] = field(default_factory=dict)
+    sent: Mapping[str, Sent] = field(default_factory=dict)
 
 
 def layout_of(choice: Choice) -> dict[str, int | str | bool]:
@@ -154,7 +153,7 @@ def at_least(aim: Aim, choice: Choice) -> float:
     stages = list(stage_blocks(workload, run))
     live = _actions_live(choice.schedule, len(stages), choice.pp, few(choice))
     block = workload.kinds[workload.order[stages[0][0]]] if stages[0] else workload.before
-    held = block.courses.get(choice.recompute, block.courses["none"])[0].net.of(choice.micro_batch)
+    held = (block.saved if choice.recompute == "none" else block.leaving).of(choice.micro_batch)
     activations = held * len(stages[0]) * max(live[0], 1) * 0.95
     parameters = block.numel * sum(len(stages[at]) for at in range(0, len(stages), choice.pp))
     moments = Widths(weights=aim.weight, gradients=4, optimizer=8 + (4 if aim.weight != 4 else 0))
@@ -199,38 +198,10 @@ def bound(aim: Aim, choice: Choice) -> float:
     return (found.seconds - found.update - found.host - max(found.idle, 0.0)) * 0.999
 
 
-def sent(aim: Aim, choice: Choice, config: Config) -> dict[str, float]:
-    """Bytes that the first rank sends in a step, by axis, as ideal rings do."""
+def sent(aim: Aim, choice: Choice) -> dict[str, Sent]:
+    """What the pipeline's first rank sends in a step, by axis."""
     workload = aim.workload(choice.tp, choice.sequence_parallel)
-    run = choice.run(aim.weight)
-    stages = stage_blocks(workload, run)
-    mine = [at for at in range(len(stages)) if at % choice.pp == 0]
-    parts = [workload.kinds[workload.order[block]] for at in mine for block in stages[at]]
-    outside = [workload.before, *([workload.after] if choice.pp == 1 else [])]
-    held = Part(
-        trained=sum(part.trained for part in (*parts, *outside)),
-        frozen=sum(part.frozen for part in (*parts, *outside)),
-        outside=sum(part.numel for part in outside),
-    )
-    actions = rank_actions(choice.keeping(aim.weight, 1), choice.micro_batches, 0)
-    over_dp = step_bytes(config, held, actions)
-    again = 2 if choice.recompute == "block" else 1
-    calls = [
-        (call, times)
-        for part in parts
-        for one, times in ((part.forward, again), (part.backward, 1))
-        for call in one.calls
-    ] + [(call, 1) for part in outside for one in (part.forward, part.backward) for call in one.calls]
-    others = (choice.tp - 1) / choice.tp
-    over_tp = sum(
-        times * call.num_bytes.of(choice.micro_batch) * others * (2 if call.verb == "all_reduce" else 1)
-        for call, times in calls
-    )
-    found = {"dp": float(over_dp.reduced + over_dp.weights), "tp": over_tp * choice.micro_batches, "pp": 0.0}
-    if choice.pp > 1 and workload.order:
-        crossing = workload.blocks[0].leaving.of(choice.micro_batch)
-        found["pp"] = crossing * choice.micro_batches * (2 * choice.stages_per_rank - 1)
-    return {axis: value for axis, value in found.items() if value}
+    return sent_by(workload, choice.keeping(aim.weight, aim.threads), few=few(choice))
 
 
 def gb(num_bytes: float) -> str:

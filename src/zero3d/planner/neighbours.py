@@ -1,11 +1,12 @@
 """Why the neighbours of a plan, each of which differs from it in one setting, are not in its place. Pure."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from zero3d.planner.choice import HOMES, Choice
-from zero3d.planner.judge import Aim, Plan, Rejected, impossible
+from zero3d.planner.judge import Aim, Plan, Rejected, gb, impossible, sent
 from zero3d.planner.search import STAGES_PER_RANK, judged
+from zero3d.planner.sending import Sent
 from zero3d.planner.timing import StepTime
 
 CAUSES = {
@@ -24,11 +25,13 @@ CAUSES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbour:
-    """change: such as "micro_batch 4"; found: a plan that is slower, or why it is none"""
+    """change: such as "micro_batch 4"; found: a plan that is slower, or why it is none; sent: by axis, also of one that
+    does not fit"""
 
     change: str
     found: Plan | Rejected
     reason: str
+    sent: Mapping[str, Sent] = field(default_factory=dict)
 
 
 def neighbours(aim: Aim, best: Plan) -> list[Neighbour]:
@@ -37,7 +40,8 @@ def neighbours(aim: Aim, best: Plan) -> list[Neighbour]:
     for change, choice in _changes(aim, best.choice):
         cannot = impossible(aim, choice)
         result = cannot if cannot is not None else judged(aim, choice)
-        found.append(Neighbour(change=change, found=result, reason=_reason(result, best)))
+        sends = sent(aim, choice) if cannot is None else {}
+        found.append(Neighbour(change=change, found=result, reason=_reason(result, best), sent=sends))
     return found
 
 
@@ -58,7 +62,7 @@ def _reason(result: Plan | Rejected, best: Plan) -> str:
         return f"{result.why}: {result.reason}"
     slower = result.time.seconds / best.time.seconds - 1
     if slower <= 0:
-        return f"as fast, with {result.footprint.total / 1e9:.1f} GB against {best.footprint.total / 1e9:.1f} GB"
+        return f"as fast, with {gb(result.footprint.total)} against {gb(best.footprint.total)}"
     causes = {name: getattr(result.time, name) - getattr(best.time, name) for name in CAUSES}
     worst = max(causes, key=lambda name: causes[name])
     now, before = (_milliseconds(one.time, worst) for one in (result, best))

@@ -1,5 +1,6 @@
 """The buckets of a rank, and what lives over steps: model states to the byte, wherever their home is. Pure."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,12 +16,13 @@ JOINED = {0: quarter, 1: quarter, 2: sliver, 3: sliver}
 @dataclass(frozen=True)
 class Held:
     """Buckets of a rank in the model's order. units: of parts (numbers) the buckets that they use; outside: used by all
-    of a forward; tied: parameters that other stages hold too."""
+    of a forward; shared: of several units; tied: parameters that other stages hold too."""
 
     buckets: Sequence[Bucket]
     units: Mapping[int, Sequence[Bucket]]
     outside: Sequence[Bucket]
-    bucket_of: Mapping[str, Bucket]
+    shared: frozenset[Bucket]
+    tied: Sequence[Bucket]
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,6 @@ def held_by(workload: Workload, keeping: Keeping, places: Sequence[Place]) -> He
     """The buckets of a rank that has these parts."""
     asking, users, seen = [], {}, set()
     tied = {one.name for one in workload.after.borrowed} if keeping.pp > 1 else set()
-    sizes: dict[str, Parameter] = {}
     for place in places:
         units: dict[str, list[Want]] = {}
         wanted = [*place.part.borrowed, *place.part.parameters] if keeping.pp > 1 else place.part.parameters
@@ -53,7 +54,6 @@ def held_by(workload: Workload, keeping: Keeping, places: Sequence[Place]) -> He
             if name in seen or not one.numel:
                 continue
             seen.add(name)
-            sizes[name] = one
             users[name] = place.number
             unit = "" if place.block else _unit(one.name, workload.path)
             want = Want(name=name, numel=one.numel, itemsize=DTYPES.get(one.dtype, 4), key=(one.dtype, one.trainable))
@@ -72,7 +72,14 @@ def held_by(workload: Workload, keeping: Keeping, places: Sequence[Place]) -> He
         numbers.setdefault(number, {})[bucket_of[name]] = None
         if number not in blocks:
             outside[bucket_of[name]] = None
-    return Held(buckets, {number: list(found) for number, found in numbers.items()}, list(outside), bucket_of)
+    sharers = Counter(bucket for unit in asking for bucket in {bucket_of[want.name] for want in unit.wants})
+    return Held(
+        buckets,
+        {number: list(found) for number, found in numbers.items()},
+        list(outside),
+        shared=frozenset(bucket for bucket, number in sharers.items() if number > 1),
+        tied=[bucket_of[unit.wants[0].name] for unit in asking if unit.alone],
+    )
 
 
 def lasting(keeping: Keeping, held: Held) -> Lasting:

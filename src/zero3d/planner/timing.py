@@ -6,6 +6,7 @@ reductions   what the last backward does not hide
 update       bytes of model states over the memory bandwidth; with offload the host's rate, and copies
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -157,8 +158,13 @@ def stage_times(cluster: Cluster, workload: Workload, run: Run) -> list[StageTim
     traffic = OverDp(cluster, workload, run)
     kinds = [speed.part(kind, run.micro_batch, run.recompute) for kind in workload.kinds]
     edges = [speed.part(part, run.micro_batch) for part in (workload.before, workload.after)]
-    found = []
+    found: list[StageTime] = []
+    known: dict[tuple[bool, bool, tuple[int, ...]], StageTime] = {}
     for at, blocks in enumerate(stage_blocks(workload, run)):
+        key = (at == 0, at == run.stages - 1, tuple(workload.order[block] for block in blocks))
+        if key in known:  # Most stages are alike.
+            found.append(known[key])
+            continue
         parts = [workload.kinds[workload.order[block]] for block in blocks]
         times = [kinds[workload.order[block]] for block in blocks]
         if at == 0:
@@ -167,14 +173,13 @@ def stage_times(cluster: Cluster, workload: Workload, run: Run) -> list[StageTim
             parts, times = [*parts, workload.after], [*times, edges[1]]
         forward_wait, backward_wait = traffic.waits(parts, times)
         adding = PartSeconds(weights=Seconds(moving=traffic.adding(parts)))
-        found.append(
-            StageTime(
-                parts=parts,
-                computing=sum(times, adding),
-                forward_wait=forward_wait,
-                backward_wait=backward_wait,
-            )
+        known[key] = StageTime(
+            parts=parts,
+            computing=sum(times, adding),
+            forward_wait=forward_wait,
+            backward_wait=backward_wait,
         )
+        found.append(known[key])
     return found
 
 
@@ -209,16 +214,21 @@ def transfer(cluster: Cluster, workload: Workload, run: Run) -> float:
 
 def workload_flops(workload: Workload, run: Run) -> tuple[float, float]:
     """(FLOPs of a step on all devices, the same with what is computed again)."""
-    forward = sum(part.forward.flops(run.samples) for part in workload.parts) * workload.tp
+    blocks = [(workload.kinds[kind], number) for kind, number in Counter(workload.order).items()]
+    parts = [(workload.before, 1), *blocks, (workload.after, 1)]
+    forward = sum(number * part.forward.flops(run.samples) for part, number in parts) * workload.tp
     backward = sum(
-        part.backward.flops(run.samples) + sum(one.flops(run.samples) for one in part.weights)
-        for part in workload.parts
+        number * (part.backward.flops(run.samples) + sum(one.flops(run.samples) for one in part.weights))
+        for part, number in parts
     )
     again = sum(
-        sum(one.flops(run.samples) for one in block.forward.products) * run.recompute.products
-        + (block.forward.fused * run.samples + sum(one.flops(run.samples) for one in block.forward.attention))
-        * run.recompute.attention
-        for block in workload.blocks
+        number
+        * (
+            sum(one.flops(run.samples) for one in block.forward.products) * run.recompute.products
+            + (block.forward.fused * run.samples + sum(one.flops(run.samples) for one in block.forward.attention))
+            * run.recompute.attention
+        )
+        for block, number in blocks
     )
     once = forward + backward * workload.tp
     return once, once + again * workload.tp

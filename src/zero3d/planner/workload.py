@@ -6,7 +6,7 @@ kind, and counted once. `dryrun/count.py` counts all this by running the model o
 Amounts are a constant and so much for each sample of a micro-batch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -169,11 +169,12 @@ class Part:
         return sum(one.numel for one in (*self.parameters, *self.borrowed) if one.multiplied)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Workload:
     """A model on one of `tp` ranks. kinds: of blocks; order: the kind of each block, as the model runs them.
 
-    tokens: of one sample; dtype: of weights and activations; tp_buffers: bytes of the tp axis' own that live over steps
+    tokens: of one sample; dtype: of weights and activations; tp_buffers: -> bytes of the tp axis' own that live over
+    steps, once a course was asked for
     path: of the list of blocks; ends: the first and the last block, where they are not as others of their kind are
     """
 
@@ -186,7 +187,7 @@ class Workload:
     kinds: Sequence[Part]
     order: Sequence[int]
     after: Part
-    tp_buffers: Amount = Amount()
+    tp_buffers: Callable[[], Amount] = Amount
     path: str = ""
     ends: Sequence[Part] = ()
 

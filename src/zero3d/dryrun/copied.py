@@ -1,0 +1,39 @@
+"""A user's module with values is rehearsed as a copy without them: its own parameters are left as they are."""
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+
+from zero3d.contracts import ModelSource
+
+
+def copied(source: ModelSource) -> ModelSource:
+    """What to rehearse in the place of `source`. A function, or a module without values, is that itself."""
+    if not isinstance(source, nn.Module) or all(one.is_meta for one in source.parameters()):
+        return source
+    return _builder(source)
+
+
+def _builder(module: nn.Module) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        tensors: dict[int, Tensor] = {id(one): _zeros(one) for one in module.buffers()}
+        for one in module.parameters():
+            tensors[id(one)] = nn.Parameter(_zeros(one), requires_grad=one.requires_grad)
+        # What `deepcopy` finds here it takes for copied already, so that no value is read.
+        copy = deepcopy(module, tensors)
+        # Registered again, as in a constructor: so whoever watches the model being built sees each of them.
+        for part in copy.modules():
+            for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+                part.register_parameter(name, parameter)
+        return copy
+
+    return build
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    """Integers keep their values, by which a model may look up and mask."""
+    if not tensor.is_floating_point():
+        return tensor.detach().clone()
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
