@@ -42,13 +42,14 @@ class Checkpoints:
             folder, key = (self._folder.parent, "run.out") if own else (self._folder, "checkpoint.folder")
             refuse_own_folders(self._engine, folder, key)
 
-    def resume(self) -> Loaded | None:
-        """Goes on from the newest whole one; None where there is none at all. Collective.
+    def resume(self, *, allow_missing: bool = False) -> Loaded | None:
+        """Goes on from the newest whole one; None where there is none at all. Collective. allow_missing: as
+        `Engine.load` has it.
 
         UsageError: it was made with another model, seed or data. DataError: none of those that are there is whole."""
         if not folders.any_in(self._folder):
             return None
-        loaded = self._engine.load(self._folder)
+        loaded = self._engine.load(self._folder, allow_missing=allow_missing)
         _refuse_other(loaded.config, self._engine.config.model_dump(mode="json"), loaded.path)
         return loaded
 
@@ -93,7 +94,8 @@ class Checkpoints:
     def _tidy(self) -> None:
         self._engine.finish_saving()
         if self.last is not None and self._engine.rank == 0:
-            folders.keep(self._folder, last=self._options.keep, every=self._options.keep_every)
+            keep, every = self._options.keep, self._options.keep_every
+            folders.keep(self._folder, last=keep, every=every, newest=self.last.name)
 
 
 def _refuse_other(then: Mapping[str, Any], now: Mapping[str, Any], path: Place) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from zero3d.alike import refuse_other_tokens
+from zero3d.checkpoint.fit import listed
 from zero3d.checkpoint.load import Loaded
 from zero3d.checkpoint.place import Url
 from zero3d.config import Config
@@ -148,10 +149,13 @@ def train(
     traced_steps: int = 0,
     resume: bool = False,
     asked: Asked | None = None,
+    *,
+    allow_missing: bool = False,
 ) -> Summary | Stopped:
-    """Trains as `config` says, and traces so many steps; `resume`: from the newest checkpoint of run.out, where there
-    is one. Every rank calls it; rank 0 tells the listeners and has the sample. Once a rank was `asked` to end, all of
-    them save a checkpoint of the step under way and leave."""
+    """Trains as `config` says, and traces so many steps. Every rank calls it; rank 0 tells the listeners and has the
+    sample. Once a rank was `asked` to end, all of them save a checkpoint of the step under way and leave.
+
+    resume: from the newest checkpoint of run.out, where there is one; allow_missing: as `Engine.load` has it."""
     asked = asked or Nobody()
     # Every key as one that was set: the batches are ours, of the size that even a silent default says.
     whole = Config.load(config.model_dump())
@@ -161,7 +165,7 @@ def train(
         checkpoints = Checkpoints(engine)
         refuse_other_tokens(engine, prepared)
         checkpoints.refuse_own(resume=resume)
-        loaded = checkpoints.resume() if resume else None
+        loaded = checkpoints.resume(allow_missing=allow_missing) if resume else None
         checkpoints.begin(loaded)
         plan = _plan(engine, prepared, loaded, resume=resume)
         everyone.started(plan)
@@ -238,6 +242,8 @@ def _plan(engine: Engine, prepared: Prepared, loaded: Loaded | None, *, resume: 
 
 def _resumed(loaded: Loaded) -> str:
     skipped = f"; not used: {'; '.join(loaded.skipped)}" if loaded.skipped else ""
+    allowed = (("not in it", loaded.missing), ("left out", loaded.unexpected))
+    skipped += "".join(f"; {what}: {listed(names)}" for what, names in allowed if names)
     return (
         f"{loaded.path} (step {loaded.step:,}: {loaded.params} parameters, {loaded.moments} optimizer states, "
         f"{loaded.buffers} buffers){skipped}"

@@ -9,7 +9,7 @@ from zero3d.cli.main import app
 from zero3d.cli.signals import INTERRUPTED, exit_code
 
 SURFACE = {
-    "zero3d": ["--version"],
+    "zero3d": ["--version", "--install-completion", "--show-completion"],
     "train": [
         "CONFIG",
         "-n/--ranks",
@@ -17,6 +17,7 @@ SURFACE = {
         "--trace",
         "--trace-steps",
         "--resume",
+        "--allow-missing",
         "--json",
         "--allow-code",
         "--debug",
@@ -56,6 +57,8 @@ SURFACE = {
     "show checkpoint": ["PATH", "--verify", "--json"],
     "show layout": ["CONFIG", "-n/--ranks", "--set", "--json", "--allow-code"],
     "show schedule": ["--schedule", "--stages", "--micro-batches", "--ranks", "--picture", "--json"],
+    "convert-config": ["JSON", "--out", "-n/--ranks", "--set", "--json"],
+    "doctor": ["--check", "--on-cpu", "--json", "--debug"],
     "verify": ["CONFIG", "-n/--ranks", "--steps", "--set", "--json", "--allow-code", "--debug"],
 }
 

@@ -302,3 +302,21 @@ def test_which_checkpoints_stay(folder: Path) -> None:
     assert not (folder / "out/checkpoints").exists() and events(folder)[-1]["checkpoint"] is None
     run(folder, "checkpoint.background=false", "checkpoint.keep=1", "run.stop_after=5")
     assert checkpoints(folder) == ["step-00000005"]
+
+
+def test_what_a_checkpoint_lacks_is_refused_until_it_is_allowed(folder: Path) -> None:
+    assert run(folder, "run.stop_after=4") == ["", ""]
+    before = steps(folder)
+    words = ("--set", FOREVER, "--set", "run.stop_after=6", "--set", "checkpoint.every=2", "--set", "parallel.dp=2")
+    other = (*words, "--set", "optimizer.name=sgd", "--resume")
+    refused = zero3d(folder, "train", "tiny.toml", *other)
+    assert refused.returncode == 2
+    assert "exp_avg of" in refused.stderr
+    assert "--allow-missing" in refused.stderr
+    alone = zero3d(folder, "train", "tiny.toml", *words, "--allow-missing")
+    assert alone.returncode == 2
+    assert steps(folder) == before
+    allowed = zero3d(folder, "train", "tiny.toml", *other, "--allow-missing")
+    assert allowed.returncode == 0, allowed.stderr
+    assert "left out: exp_avg of" in " ".join(allowed.stdout.split())
+    assert [step for step, *_ in steps(folder)] == [1, 2, 3, 4, 5, 6]

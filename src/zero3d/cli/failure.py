@@ -88,7 +88,10 @@ def as_known(error: BaseException) -> Zero3dError:
     if isinstance(error, OSError) and error.errno in (28, 122):
         return OutOfSpaceError(f"no space left: {text}", hint="Free some, or set run.out to another disk.")
     if isinstance(error, BrokenPipeError):
-        return Zero3dError("nobody reads the output any more, so the run has stopped")
+        return Zero3dError(
+            "nobody reads the output any more, so the run has stopped",
+            hint="Send the output to a file, or go on with --resume.",
+        )
     return RankFailedError(
         f"{type(error).__name__}: {text}" if text else type(error).__name__,
         hint="Run again with --debug for the traceback.",

@@ -6,13 +6,12 @@ from typing import Annotated, cast
 
 import typer
 
-from zero3d.cli import calibrate, dryrun, export, memory, plan, report, show, top, train, verify
+from zero3d.cli import calibrate, convert, doctor, dryrun, export, memory, plan, report, show, top, train, verify
 
 app = typer.Typer(
     name="zero3d",
     help="Train PyTorch models with ZeRO levels 0 to 3: the same numbers at every level.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -24,6 +23,8 @@ app.command("dryrun")(dryrun.command)
 app.command("memory")(memory.command)
 app.command("calibrate")(calibrate.command)
 app.command("report")(report.command)
+app.command("convert-config")(convert.command)
+app.command("doctor")(doctor.command)
 app.command("top")(top.command)
 app.add_typer(show.app, name="show")
 

@@ -52,12 +52,22 @@ def command(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of run.out; without one, begin.")
     ] = False,
+    allow_missing: Annotated[
+        bool,
+        typer.Option(
+            "--allow-missing",
+            help="With --resume: what the checkpoint lacks stays as it is, and what it has besides is left out.",
+        ),
+    ] = False,
     as_json: AsJson = False,
     allow_code: AllowCode = False,
     debug: Debug = False,
 ) -> None:
     """Train a model as CONFIG says."""
     traced = trace_steps or (TRACED_STEPS if trace else 0)
+    if allow_missing and not resume:
+        raise typer.BadParameter("is for --resume: without it nothing is loaded that could lack something.")
+    going_on = {"--resume": resume, "--allow-missing": allow_missing}
     options = Options(
         config=config,
         settings=tuple(settings or ()),
@@ -65,9 +75,9 @@ def command(
         json=as_json,
         debug=debug,
         allow_code=allow_code,
-        more=(*(("--trace-steps", str(traced)) if traced else ()), *(("--resume",) if resume else ())),
+        more=(*(("--trace-steps", str(traced)) if traced else ()), *(flag for flag, on in going_on.items() if on)),
     )
-    raise typer.Exit(run_verb(options, partial(_train_on_rank, traced, resume)))
+    raise typer.Exit(run_verb(options, partial(_train_on_rank, traced, resume, allow_missing)))
 
 
 def run_verb(options: Options, on_rank: Callable[[Options, int, int], int | None]) -> int:
@@ -131,7 +141,7 @@ def _until_then(config: Config, end: Interrupted) -> str:
     return f"{told}; metrics are in {metrics}" if step >= config.run.log_every else told
 
 
-def _train_on_rank(traced: int, resume: bool, options: Options, rank: int, world: int) -> int:
+def _train_on_rank(traced: int, resume: bool, allow_missing: bool, options: Options, rank: int, world: int) -> int:
     """In each process that `start` or torchrun started."""
     from zero3d import train
     from zero3d.stopping import Stopped
@@ -142,7 +152,9 @@ def _train_on_rank(traced: int, resume: bool, options: Options, rank: int, world
     if alone:  # under torchrun, which was told how many
         options = replace(options, ranks=world)
     listeners = _listeners(config, options) if rank == 0 else ()
-    ended = train.train(config, prepared, build, listeners, traced, resume, Signals(alone=alone))
+    ended = train.train(
+        config, prepared, build, listeners, traced, resume, Signals(alone=alone), allow_missing=allow_missing
+    )
     if not alone or not isinstance(ended, Stopped):
         return 0
     if rank == 0:

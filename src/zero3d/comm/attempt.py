@@ -16,6 +16,10 @@ from zero3d.errors import RankFailedError
 
 PAUSE = 0.01
 """Seconds between two looks of rank 0."""
+MEET = (
+    "All must be started with the same MASTER_ADDR and MASTER_PORT (or --rdzv-endpoint) and reach it within "
+    "run.timeout_seconds; zero3d doctor shows what this machine can reach."
+)
 
 
 class Store(Protocol):
@@ -35,7 +39,9 @@ def agree_on_attempt(store: Store, rank: int, size: int, timeout: timedelta) -> 
         try:
             attempt = store.get(f"welcome {mine}").decode()
         except RuntimeError as error:
-            raise RankFailedError("rank 0 did not come to where ranks meet", where=str(error)[:200]) from None
+            raise RankFailedError(
+                "rank 0 did not come to where ranks meet", where=str(error)[:200], hint=MEET
+            ) from None
         store.set(f"here {attempt} {rank}", "yes")
         return attempt
     attempt, answered = token_hex(8), set[str]()
@@ -50,6 +56,6 @@ def agree_on_attempt(store: Store, rank: int, size: int, timeout: timedelta) -> 
                 store.set(f"welcome {word}", attempt)
         if missing and time.monotonic() > deadline:
             ranks = ", ".join(map(str, sorted(missing)[:8]))
-            raise RankFailedError(f"ranks {ranks} did not come to where ranks meet within the time-out")
+            raise RankFailedError(f"ranks {ranks} did not come to where ranks meet within the time-out", hint=MEET)
         time.sleep(PAUSE if missing else 0)
     return attempt

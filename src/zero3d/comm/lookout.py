@@ -21,9 +21,10 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from zero3d.comm.apart import Standing, told
+from zero3d.comm.guarded import Board, GuardedBoard, UnansweredError
 from zero3d.comm.where import call_of, lines_of
 from zero3d.contracts import Pending
 from zero3d.errors import DivergedError, Zero3dError
@@ -36,16 +37,6 @@ LOOKS = 3
 """How often a circle is seen again before it is believed."""
 GRACE = 1.5
 """Seconds in which all ranks may take note of a verdict; those that compute look at the board no sooner than needed."""
-
-
-class Board(Protocol):
-    """What ranks write for each other: torch.distributed's store. `get` is called for what is there alone."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def compare_set(self, key: str, expected: str, value: str, /) -> bytes: ...
-    def add(self, key: str, amount: int, /) -> int: ...
 
 
 class Meeting(NamedTuple):
@@ -94,8 +85,10 @@ class Lookout:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self, board: Board, rank: int, size: int, meet: Meet) -> None:
+    def start(self, board: GuardedBoard, patience: float, rank: int, size: int, meet: Meet) -> None:
+        """patience: seconds for which a roll call may wait for the board."""
         self._board, self._rank, self._size, self._meet = board, rank, size, meet
+        self._patient = board.patient(patience)
         self._last: Wait | None = None
         self._since = 0.0
         self._number = self._beat = self._seen = 0
@@ -157,8 +150,8 @@ class Lookout:
             turn = self._come.get(what, 0) + max(change, 0)
             self._come[what] = turn + min(change, 0)
             if change:
-                self._write(f"at {what} {self._rank}", str(self._come[what]))
-            return self._size - self._board.add(f"at {what}, time {turn}", change)
+                self._patient.set(f"at {what} {self._rank}", str(self._come[what]))
+            return self._size - self._patient.add(f"at {what}, time {turn}", change)
 
     def absent(self, what: str) -> list[int]:
         """The ranks that have not come to `what` as often as this one."""
@@ -173,10 +166,12 @@ class Lookout:
         with self._lock:
             try:
                 read = self._read(peer)
+            except UnansweredError:
+                return "the store of rank 0's machine does not answer either: the link to it is cut, or it is gone"
             except RuntimeError:
                 return ""
         if read is None:
-            return f"rank {peer} waits for no one: it computes, or is held up in code of its own"
+            return f"rank {peer} waits for no one: it computes, is held up or stopped, has ended, or its link is cut"
         return f"rank {peer} waits for the {self._reports[peer]['what']}"
 
     def _run(self) -> None:
@@ -184,6 +179,8 @@ class Lookout:
             with self._lock:
                 try:
                     self._look(time.monotonic())
+                except UnansweredError:
+                    continue  # The link is slow, or cut: it may come back.
                 except RuntimeError:
                     return  # The board is gone, or a group is: waits end by themselves then.
 

@@ -54,6 +54,11 @@ def interface_to(address: str) -> str | None:
     return None
 
 
+def interface_addresses() -> dict[str, tuple[str, ...]]:
+    """Each interface of this machine and its addresses; none where the system is not Linux."""
+    return {name: tuple(_addresses(name)) for _, name in socket.if_nameindex()}
+
+
 def is_loopback(name: str) -> bool:
     return any(one == "::1" or one.startswith("127.") for one in _addresses(name))
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from zero3d.comm import machines
 from zero3d.comm.attempt import agree_on_attempt
+from zero3d.comm.guarded import in_time
 from zero3d.comm.hybrid_axis import HybridAxis
 from zero3d.comm.process_axis import ProcessAxis, lookout_of_process
 from zero3d.comm.recorded_axis import RecordedAxis
@@ -23,6 +23,9 @@ from zero3d.comm.texts import everyones_text
 from zero3d.contracts import Axis, Watcher
 from zero3d.errors import ConfigError
 from zero3d.layout import AXES, Layout
+
+MORE = 5.0
+"""Seconds beside the time-out within which ranks meet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,14 @@ class Mesh:
         return self.hybrid is None or self.hybrid.group == 0
 
 
+def back_ends() -> tuple[str, ...]:
+    """Those that this torch is built with, of the ones that ranks here use."""
+    if not dist.is_available():
+        return ()
+    built = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    return tuple(name for name, there in built.items() if there)
+
+
 def ranks_started() -> int:
     """How many ranks this process was started with: the open process group's, the launcher's, or 1."""
     if dist.is_initialized():
@@ -90,22 +101,16 @@ def open_mesh(layout: Layout, timeout: timedelta, replicas: int = 1) -> Mesh:
             hint=f'Start {layout.world} ranks (torchrun --nproc-per-node {layout.world}), or set parallel.dp = "auto".',
         )
     device = _device()
+    limit = timeout.total_seconds() + MORE
     if started > 1 and not dist.is_initialized():
         # torch reads it from there alone, whenever it makes a group.
         os.environ.update(machines.interfaces(os.environ))
-        # Once a process: ranks that met, parted and meet again find what they left at the store.
-        store, rank, size = next(rendezvous("env://", timeout=timeout))
-        attempt = PrefixStore(f"attempt {agree_on_attempt(store, rank, size, timeout)}", store)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timeout, store=attempt, rank=rank, world_size=size)
+        in_time(limit, lambda: _meet(timeout, device), "the meeting of all ranks")
         atexit.register(_part)
     rank = dist.get_rank() if dist.is_initialized() else 0
     axes: dict[str, Axis] = {name: SoloAxis() for name in AXES}
     if started > 1:
-        mesh = init_device_mesh(device.type, (layout.pp, layout.dp, layout.tp), mesh_dim_names=("pp", "dp", "tp"))
-        for name in AXES:
-            if getattr(layout, name) > 1:
-                axes[name] = ProcessAxis(mesh.get_group(name), device)
+        axes |= in_time(limit, lambda: _axes_of(layout, timeout, device), "the forming of the groups of ranks")
     recorded = {name: RecordedAxis(axis, name=name) for name, axis in axes.items()}
     model = axes["tp"] if layout.pp == 1 else axes["pp"]
     if layout.tp > 1 and layout.pp > 1:
@@ -125,6 +130,31 @@ def open_mesh(layout: Layout, timeout: timedelta, replicas: int = 1) -> Mesh:
         hybrid=hybrid,
         hosts=hosts,
     )
+
+
+def _meet(timeout: timedelta, device: torch.device) -> None:
+    """Opens the process group of the ranks that the launcher has started."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Of this thread.
+    # Once a process: ranks that met, parted and meet again find what they left at the store.
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    attempt = PrefixStore(f"attempt {agree_on_attempt(store, rank, size, timeout)}", store)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timeout, store=attempt, rank=rank, world_size=size)
+
+
+def _axes_of(layout: Layout, timeout: timedelta, device: torch.device) -> dict[str, Axis]:
+    """The axes that have several ranks. Not by a DeviceMesh, whose groups wait for half an hour whatever `timeout`."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    found: dict[str, Axis] = {}
+    for name in AXES:
+        lines = tuple(sorted({layout.peers(rank, name) for rank in range(layout.world)}))
+        if len(lines) == 1 and (world := dist.group.WORLD) is not None:
+            found[name] = ProcessAxis(world, device)
+        elif getattr(layout, name) > 1:
+            found[name] = _mine(lines, timeout, device)
+    return found
 
 
 def _grouped(

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from zero3d.comm.flat import Pool
+from zero3d.comm.guarded import GuardedBoard
 from zero3d.comm.lookout import Leg, Lookout, Meeting
 from zero3d.comm.posted import Posted
 from zero3d.comm.wire import GroupWire, Wire, meet
@@ -29,7 +30,8 @@ CHUNK = 1 << 17
 """Elements summed at a time: parts and sum stay in a core's cache."""
 LARGE = 1 << 19
 """Bytes from which an all-reduce over more than two ranks sends so much less in two exchanges that it ends sooner."""
-BOARD_TIMEOUT = timedelta(seconds=2)
+BOARD_SECONDS = 3.0
+"""How long an answer of the store may take, beside steps that fill the same link."""
 
 _lookouts: WeakKeyDictionary[dist.ProcessGroup, Lookout] = WeakKeyDictionary()
 """As process groups are, a lookout is the process', whatever engines there are: a rank may wait in one engine for a
@@ -47,10 +49,11 @@ def lookout_of_process() -> Lookout:
             # Of its own: a store's connection serves one thread at a time.
             store: Any = _get_default_store()
             board = PrefixStore("zero3d lookout", store.clone())
-            board.set_timeout(BOARD_TIMEOUT)
+            board.set_timeout(timedelta(seconds=BOARD_SECONDS))
         except (RuntimeError, AttributeError):
             return found  # A store that cannot be had twice: waits end with the process group's time-out alone.
-        found.start(board, dist.get_rank(), dist.get_world_size(), meet)
+        patience = max(store.timeout.total_seconds(), BOARD_SECONDS)
+        found.start(GuardedBoard(board, BOARD_SECONDS), patience, dist.get_rank(), dist.get_world_size(), meet)
         atexit.register(found.finish)
     return found
 

@@ -1,0 +1,1 @@
+"""From other tools to zero3d: their configurations read as ours."""
