@@ -1,11 +1,13 @@
 # make install   a virtual environment in .venv with zero3d and what its tests need
 # make demo      trains a byte-level GPT on the Python standard library, on 2 CPU ranks, in about two to four minutes
 # make test      lint, types and all tests
-# make bench     this machine's step times beside torch's own
+# make docs      the documentation as a site that opens without a network: build/site/index.html
+# make bench     this machine's times beside torch's and DeepSpeed's own, in about 20 minutes; bench-full: all of them
 PYTHON ?= python3
 BIN := .venv/bin
+BENCH := .venv-bench/bin
 
-.PHONY: install demo test lint types tests bench format clean
+.PHONY: install demo test lint types tests docs bench bench-full bench-install format clean
 
 install: .venv/installed
 
@@ -31,15 +33,27 @@ tests: install
 	$(BIN)/python -m pytest tests/single --durations=3
 	$(BIN)/python -m pytest tests/ranks --durations=5
 
-bench: install
-	$(BIN)/python benchmarks/step.py
-	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/tensor.py
-	$(BIN)/python benchmarks/pipeline.py --small
+docs: install
+	$(BIN)/mkdocs build --strict --quiet
+
+bench: bench-install
+	$(BENCH)/python benchmarks/bench.py
+
+bench-full: bench-install
+	$(BENCH)/python benchmarks/bench.py --full
+
+# The peers have an environment of their own, and are no part of what zero3d needs.
+bench-install: .venv-bench/installed
+
+.venv-bench/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-bench
+	$(BENCH)/pip install --quiet -c constraints.txt -e . matplotlib numpy psutil
+	$(BENCH)/pip install --quiet -c constraints.txt deepspeed==0.19.8
+	touch $@
 
 format: install
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv .venv-bench runs
