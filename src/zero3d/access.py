@@ -135,7 +135,10 @@ class Access:
         """Sums over ranks and micro-batches, fp32, not yet divided by the number of counted targets."""
         info = self.info(name)
         if not info.trainable:
-            raise UsageError(f"parameter {name} is frozen and has no gradient")
+            raise UsageError(
+                f"parameter {name} is frozen and has no gradient",
+                hint="Ask for one that is trained, or set requires_grad = True before the engine is made.",
+            )
         choice = _choose(info, part)
         return _copy(choice.read(self._elements(self._replica.gradient_of, info, choice.span)))
 

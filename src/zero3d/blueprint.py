@@ -39,7 +39,9 @@ class Blueprint:
             raise UsageError(f"the model has no parameter {name!r}", hint=f"it has {shown}")
         shape = tuple(self.model.get_parameter(name).shape)
         if tuple(out.shape) != shape:
-            raise UsageError(f"{name} has shape {shape}, not {tuple(out.shape)}")
+            raise UsageError(
+                f"{name} has shape {shape}, not {tuple(out.shape)}", hint="Give a tensor of the parameter's shape."
+            )
         if out.is_meta or is_fake(out):
             return
         with torch.no_grad(), torch.random.fork_rng(devices=[]):

@@ -155,7 +155,10 @@ class _Comparing:
     def result(self) -> Comparison:
         """As rank 0 sees it: of a model that depends on its rank each rank makes another plain training."""
         if not self._rows:
-            raise UsageError("there is nothing to compare: no step was made that updated weights")
+            raise UsageError(
+                "there is nothing to compare: no step was made that updated weights",
+                hint="Make at least one step; where fp16 has skipped them all, make more, or compare in fp32 or bf16.",
+            )
         excused = list(map(float, self._excused.values()))
         numbers = _of_rank_0([*excused, *(difference for *_, difference in self._rows)], self._engine)
         rows = [

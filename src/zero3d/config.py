@@ -315,6 +315,7 @@ class Config(Section):
 
         `native_bf16`: products in bf16 are no slower than in fp32 on this machine. `own_batches`: the caller
         brings its batches, so `[data]` says nothing about them and a missing `micro_batch` stays missing.
+        Raises `ConfigError` where the sizes do not fit `world`.
         """
         dp = self.parallel.dp
         if dp == "auto":

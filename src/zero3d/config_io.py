@@ -49,7 +49,7 @@ def read_toml(path: Path) -> tuple[Tree, Origin]:
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text", hint="A configuration is a TOML file.") from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", hint="Give a file that you may read.") from None
     try:
         return tomllib.loads(text), Origin(path, text)
     except tomllib.TOMLDecodeError as error:
@@ -76,7 +76,11 @@ def override(tree: Tree, origin: Origin, settings: Sequence[str], schema: Schema
         origin.overrides[dotted] = setting
         taken = schema.get(section, {}).get(key, {})
         if not isinstance(tree.setdefault(section, {}), dict):
-            raise ConfigError(f"{section} is a section and has no value of its own", where=origin.of(section))
+            raise ConfigError(
+                f"{section} is a section and has no value of its own",
+                where=origin.of(section),
+                hint=f"Write [{section}] above its keys.",
+            )
         tree[section][key] = _value(value, only_text=taken.get("type") == "string" and "enum" not in taken)
 
 
@@ -106,7 +110,9 @@ def explain(
         else:
             taken = expected(schema[path[0]][path[1]])
             given = json.dumps(problem["input"], default=str) if problem["type"] != "missing" else "fewer"
-            texts.setdefault(dotted, (f"{dotted} takes {taken}, not {given}", ""))
+            texts.setdefault(
+                dotted, (f"{dotted} takes {taken}, not {given}", _such_as(dotted, schema[path[0]][path[1]]))
+            )
     first = next(iter(texts))
     if len(texts) == 1:
         message, hint = texts[first]
@@ -115,7 +121,18 @@ def explain(
         "  " + str(ConfigError(message, where=origin.of(dotted), hint=hint)).replace("\n", ". ")
         for dotted, (message, hint) in texts.items()
     ]
-    return ConfigError(f"{len(texts)} keys of the configuration are not right:\n" + "\n".join(lines))
+    return ConfigError(
+        f"{len(texts)} keys of the configuration are not right:\n" + "\n".join(lines),
+        hint="All keys and what they take are in docs/configuration.md.",
+    )
+
+
+def _such_as(dotted: str, schema: Mapping[str, Any]) -> str:
+    """A value that would do: the default, where there is one."""
+    default = schema.get("default")
+    if default in (None, "", [], {}):
+        return f"Leave it out, or see {dotted} in docs/configuration.md."
+    return f"Such as {dotted} = {_toml(default)}, the default."
 
 
 def _unknown(path: Sequence[str], schema: Schema, other_words: Mapping[str, str]) -> tuple[str, str]:

@@ -63,7 +63,7 @@ class Engine:
         parameter's own shape. Left out: what the configuration names.
     config: a Config, a dict of sections, or the path of a TOML file
     call: call(model, batch) -> model_output, where batches are not what `pipeline.calling.caller` expects
-
+    Then: `rank` of `world` ranks; `dp_index` of `dp_size`, whose part of a batch is this rank's; `device`, the model's.
     Raises `ConfigError` or `UsageError` for what cannot be honoured, before anything is trained.
     """
 
@@ -147,12 +147,12 @@ class Engine:
         """The same as numbers, one for each machine."""
         return self._parts.homes.machines
 
-    def step(self, batch: Batch, watcher: Watcher = UNWATCHED) -> StepReport:
+    def step(self, batch: Batch, watcher: Watcher = UNWATCHED, *, lr: float | None = None) -> StepReport:
         """One update from this rank's part of the global batch. Collective. None, or no samples: nothing this time.
 
         The batch is cut into micro-batches of `parallel.micro_batch` samples along the first dim of its tensors.
-        Ranks may come to different numbers of them. watcher: is told what this rank does, and when.
-        Raises `NonFiniteError` when numbers went wrong for good; nothing has been updated then.
+        Ranks may differ in their number. watcher: is told what this rank does, and when. lr: for the schedule's factor.
+        Raises `NonFiniteError` when numbers went wrong for good, `UsageError` under no_grad; nothing is updated then.
         """
         began = time.perf_counter()
         if not torch.is_grad_enabled():
@@ -168,7 +168,7 @@ class Engine:
         sent = {name: axis.sent_bytes for name, axis in self._mesh.axes.items()}
         if not self.model.training:  # Single modules may be in evaluation mode on purpose.
             self.model.train()
-        lr = factor(self._updates, self.config.run.steps, self.config.optimizer)
+        lr = factor(self._updates, self.config.run.steps, self.config.optimizer) if lr is None else lr
         done = train_step(self._parts, micro_batches, self._steps, lr, watcher)
         self._check(done, micro_batches)
         self._mesh.enter_step(0)
@@ -240,7 +240,7 @@ class Engine:
         Raises `UsageError`, `OutOfSpaceError` or `DivergedError` on all ranks; what was saved before is unharmed."""
         self._refuse_closed()
         self._be_up_to_date()
-        kept = {"updates": self._updates, "own": dict(extra or {}), KEPT_CONFIG: config_of(self.model)}
+        kept = {"updates": self._updates, "own": extra or {}, KEPT_CONFIG: config_of(self.model)}
         config = self.config.model_dump(mode="json")
         return self._saves.begin(
             self._parts, folder, background, step=self._steps, extra=kept, config=config, what=what
@@ -257,7 +257,7 @@ class Engine:
         allow_missing: what the checkpoint lacks stays as it is. Raises `DataError` where there is no whole checkpoint,
         `UsageError`, with nothing written, where it is another model's."""
         self._refuse_closed()
-        self._saves.wait()
+        self._saves.wait("engine.load")
         loaded = load(self._parts, self._mesh, folder, allow_missing=allow_missing)
         self._steps, self._updates = loaded.step, int(loaded.extra.get("updates", loaded.step))
         self._parts.optimizer.go_on_from(self._updates)
@@ -267,7 +267,7 @@ class Engine:
     def export(self, folder: str | Path) -> Path:
         """The model's weights, as they are now, as safetensors that Transformers loads: its own names, shapes and
         dtypes, ties left out, config.json where it has one. `folder` must be new or empty. -> it. Collective."""
-        self._be_up_to_date()
+        self._be_up_to_date("engine.export")
         return export(self._parts, self._mesh, folder).folder
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -285,19 +285,19 @@ class Engine:
 
     def grad_of(self, name: str, part: Index = None) -> Tensor:
         """The whole gradient of the last step's mean loss with respect to parameter `name`, fp32 and before
-        clipping, or a `part` of it: an index such as `slice(2, 5)`. On every rank. Collective."""
+        clipping, or a `part` of it: an index such as `slice(2, 5)`. On every rank. Collective. `UsageError`: none."""
         if self._last is None and self._access.info(name).trainable:
             raise UsageError(f"there is no gradient of {name} yet", hint="Call engine.step(batch) first.")
         return self._access.gradient_of(name, part).div_(self._last.divisor if self._last else 1.0)
 
     def weight_of(self, name: str, part: Index = None) -> Tensor:
         """The whole value of parameter `name`, or a `part` of it: fp32 master weights, or what it is where it is
-        frozen. On every rank. Collective."""
+        frozen. On every rank. Collective. `UsageError`: no such parameter, or part."""
         return self._access.weight_of(name, part)
 
     def set_weight(self, name: str, value: Tensor, part: Index = None) -> None:
         """Parameter `name`, or a `part` of it, becomes rank 0's `value`, of exactly that shape: master weights and what
-        the model computes with; its optimizer state stays. Collective."""
+        the model computes with; its optimizer state stays. Collective. `UsageError`: no such one, another shape."""
         self._be_up_to_date()
         self._access.set_weight(name, value, part)
 
@@ -307,7 +307,7 @@ class Engine:
 
         Parameters whose name and shape stay keep master weights and optimizer state; others begin anew with the values
         they get on rank 0. For so long every rank holds all weights and optimizer state. If `change` raises, the engine
-        is closed. (After `requires_grad_` alone no edit is needed: the next step sees it and makes one.)"""
+        is closed. (`requires_grad_` alone needs no edit: the next step makes one.) `UsageError`: in stages."""
         self._refuse_closed()
         if self._mesh.layout.pp > 1:
             raise UsageError(
@@ -369,9 +369,9 @@ class Engine:
         self._parameters = [parts.model.get_parameter(info.name) for info in parts.infos]
         self.model: nn.Module = parts.model
 
-    def _be_up_to_date(self) -> None:
+    def _be_up_to_date(self, call: str = "") -> None:
         """No save reads any more, and no update is late: weights may be kept, and written to. Collective."""
-        self._saves.wait()
+        self._saves.wait(call)
         if not self._closed:
             self._parts.replica.publish(self._parts.optimizer.flush())
 

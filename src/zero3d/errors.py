@@ -37,6 +37,8 @@ class Zero3dError(Exception):
 
 
 class UsageError(Zero3dError, ValueError):
+    """What was asked for cannot be done as it was asked; nothing has been changed."""
+
     exit_code = 2
 
 
@@ -55,6 +57,8 @@ class ReleasedParameterError(Zero3dError, RuntimeError):
 
 
 class OutOfSpaceError(Zero3dError):
+    """Memory, of a device or the host, or a disk is full."""
+
     exit_code = 3
 
 

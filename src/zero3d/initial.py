@@ -42,7 +42,10 @@ def draw(source: nn.Module | Callable[[], nn.Module], seed: int) -> Blueprint:
     if isinstance(source, Source):
         return source.fill(draw(source.build, seed))
     if not callable(source):
-        raise UsageError(f"the model is a {type(source).__name__}; it must be an nn.Module or a function building one")
+        raise UsageError(
+            f"the model is a {type(source).__name__}; it must be an nn.Module or a function building one",
+            hint="Pass the module itself, or a function without arguments that returns it.",
+        )
     recorder = Recorder()
     try:
         with _Seeded(seed), recorder:
@@ -56,7 +59,10 @@ def draw(source: nn.Module | Callable[[], nn.Module], seed: int) -> Blueprint:
         with _Seeded(seed):
             model = source()
     if not isinstance(model, nn.Module):
-        raise UsageError(f"the function that builds the model returned {type(model).__name__}, no nn.Module")
+        raise UsageError(
+            f"the function that builds the model returned {type(model).__name__}, no nn.Module",
+            hint="Return the module from it.",
+        )
     if problem:
         return _blueprint(model, {}, seed, f"the whole model was built in memory on every rank: {problem}")
     cells = {name: cell for name, tensor in _tensors(model) if (cell := recorder.cell_of(tensor)) is not None}

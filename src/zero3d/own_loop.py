@@ -134,6 +134,7 @@ class Sharded:
 
     @property
     def model(self) -> nn.Module:
+        """The user's module."""
         return self._parts.model
 
     @property
@@ -143,6 +144,7 @@ class Sharded:
 
     @property
     def world(self) -> int:
+        """How many ranks these are."""
         return self._mesh.layout.world
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -151,6 +153,7 @@ class Sharded:
         yield from self._optimizers.slices.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
+        """The slices of `named_parameters`: flat, fp32."""
         yield from self._optimizers.slices.values()
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
@@ -173,7 +176,7 @@ class Sharded:
     def average_over(self, count: Tensor | int) -> None:
         """Losses are sums over `count` targets on this rank: gradients are divided by the targets of all ranks
         together. Counts of several backwards of a step add up. Without a call gradients are averaged over ranks, as
-        DistributedDataParallel does."""
+        DistributedDataParallel does. Raises `UsageError` once the norm has been asked for."""
         count = whole_count(count, "average_over was given")
         if self._totals is not None and not self._used:
             raise UsageError(

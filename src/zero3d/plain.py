@@ -35,7 +35,10 @@ def copy_of(source: ModelSource, seed: int) -> nn.Module:
     if isinstance(source, nn.Module):
         return copy.deepcopy(source)
     if not callable(source):
-        raise UsageError(f"the model is a {type(source).__name__}; it must be an nn.Module or a function building one")
+        raise UsageError(
+            f"the model is a {type(source).__name__}; it must be an nn.Module or a function building one",
+            hint="Pass the module itself, or a function without arguments that returns it.",
+        )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return copy.deepcopy(source())  # the function may give the same module each time

@@ -16,6 +16,10 @@ from zero3d.pipeline.runtime import run
 from zero3d.trees import tensors_in
 from zero3d.unwatched import UNWATCHED
 
+AGAIN = (
+    "is finite when the step is made again: a fault of the machine or of its memory, or code that does not do the same "
+    "twice"
+)
 MOST_SKIPS = 10
 """fp16: so many steps in a row without finite gradients are no matter of the loss scale any more."""
 
@@ -25,7 +29,9 @@ def refuse_non_finite(parts: Parts, totals: Totals, micro_batches: Sequence[Batc
     if totals.finite or (parts.scaler.enabled and parts.scaler.bad_steps < MOST_SKIPS):
         return
     skips = parts.scaler.bad_steps if parts.scaler.enabled else 0
-    found = "; ".join(first_non_finite(parts, micro_batches, step)) or "every rank's own are, their sum is not"
+    losses = [outcome.loss for stage in parts.stages.values() for outcome in stage.outcomes]
+    had_loss = all(_finite(loss) for loss in losses)
+    found = "; ".join(first_non_finite(parts, micro_batches, step, had_loss=had_loss)) or _without_a_rank(parts)
     in_a_row = f" in {skips} steps in a row" if skips else ""
     raise NonFiniteError(
         f"loss or gradients are not finite{in_a_row} (step {step}): {found}",
@@ -33,10 +39,11 @@ def refuse_non_finite(parts: Parts, totals: Totals, micro_batches: Sequence[Batc
     )
 
 
-def first_non_finite(parts: Parts, micro_batches: Sequence[Batch], step: int) -> list[str]:
+def first_non_finite(parts: Parts, micro_batches: Sequence[Batch], step: int, *, had_loss: bool) -> list[str]:
     """One sentence for each rank that saw something: its first module in forward and first parameter in backward.
 
-    Collective. Changes gradients and sums as a step does, but no weight.
+    had_loss: this rank's losses were finite in the step that failed. Collective. Changes gradients and sums as a step
+    does, but no weight.
     """
     modules: list[str] = []
     gradients: list[str] = []
@@ -53,8 +60,19 @@ def first_non_finite(parts: Parts, micro_batches: Sequence[Batch], step: int) ->
         said.append(f"it began in the forward of {modules[0]}")
     elif gradients:
         said.append(f"forward was finite, it began in the backward of {gradients[0].rpartition('.')[0] or 'the model'}")
+    if not said and not had_loss:
+        said.append(f"its loss was not finite, and {AGAIN}")
     mine = f"rank {parts.everyone.index}: {', '.join(said)}" if said else ""
     return [text for text in everyones_text(mine, parts.everyone, parts.device, "what went wrong") if text]
+
+
+def _without_a_rank(parts: Parts) -> str:
+    """What no rank's own numbers show, of a step that was run under watch. Collective."""
+    norms = parts.replica.norms(parts.uncounted) if parts.counts_norms else ()
+    mine = "" if all(_finite(torch.as_tensor(norm)) for norm in norms) else "not finite"
+    if any(everyones_text(mine, parts.everyone, parts.device, "whether sums are finite")):
+        return "every rank's own are, their sum is not"
+    return f"every rank's losses were, and all {AGAIN}"
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`([\w./-]+\.(?:py|toml|md|svg|txt))(?:::(\w+))?`")
 """Files, and tests in them, that a page names in code type."""
@@ -44,14 +44,14 @@ def test_the_page_of_options_is_what_its_script_makes() -> None:
     assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run: python docs/make_configuration.py"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_linked_files_exist(page: Path) -> None:
     links = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in link]
     files = {link: page.parent / link.partition("#")[0] for link in links if not link.startswith("#")}
     assert not [link for link, file in files.items() if not file.exists()]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_linked_headings_exist(page: Path) -> None:
     missing = []
     for link in LINK.findall(page.read_text(encoding="utf-8")):
@@ -64,7 +64,7 @@ def test_linked_headings_exist(page: Path) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_named_files_and_tests_exist(page: Path) -> None:
     missing = []
     for name, test in NAMED.findall(page.read_text(encoding="utf-8")):
@@ -90,3 +90,16 @@ def test_the_readme_shows_lines_of_the_example() -> None:
 def test_examples_in_docstrings(name: str) -> None:
     failed, attempted = doctest.testmod(importlib.import_module(f"zero3d.{name}"))
     assert attempted and not failed
+
+
+def test_the_chinese_readme_has_the_same_blocks_tables_and_links() -> None:
+    """It says the same in other words: what is typed and measured, and where links lead, is equal."""
+    english, chinese = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh-CN.md"))
+    block = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+    assert block.findall(english) == block.findall(chinese)
+    links = [sorted({link for link in LINK.findall(text) if "README" not in link}) for text in (english, chinese)]
+    assert links[0] == links[1]
+    rows = [[line.count("|") for line in text.splitlines() if line.startswith("|")] for text in (english, chinese)]
+    assert rows[0] == rows[1]
+    numbers = [sorted(re.findall(r"\d+\.\d+", block.sub("", text))) for text in (english, chinese)]
+    assert numbers[0] == numbers[1]

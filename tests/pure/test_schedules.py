@@ -13,7 +13,7 @@ from zero3d.pipeline.schedules import own
 from zero3d.pipeline.schedules.registry import SCHEDULES, named
 from zero3d.pipeline.simulate import peak_live, simulate
 
-GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))
+GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*-*-*-*.txt"))
 PER_RANK = {"interleaved": st.integers(1, 5), "zbv": st.just(2)}
 """Stages a rank; one for all others."""
 

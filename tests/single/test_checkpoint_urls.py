@@ -18,7 +18,7 @@ import zero3d
 from tests.world import run_ranks
 from zero3d.cli.main import app
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "howto" / "checkpoints.md"
 RUN = "memory://bucket/run"
 
 
@@ -100,7 +100,7 @@ def test_what_no_url_can_be_is_refused(remote: object, words: list[str], told: l
 
 
 def blocks_of_the_guide() -> list[str]:
-    section = GUIDE.read_text(encoding="utf-8").partition("### Weights alone\n")[2].partition("\n## ")[0]
+    section = GUIDE.read_text(encoding="utf-8").partition("## Weights alone\n")[2].partition("\n## ")[0]
     return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
 
 

@@ -26,7 +26,7 @@ from zero3d.checkpoint.write import NAMES
 from zero3d.cli import found
 from zero3d.errors import DataError, OutOfSpaceError, UsageError
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "howto" / "export.md"
 
 
 def saved(folder: Path) -> tuple[Path, dict[str, Tensor]]:

@@ -19,6 +19,7 @@ from zero3d.checkpoint.folders import Found
 from zero3d.checkpoint.hub import KEPT_CONFIG, SHARD_BYTES, Weight, config_of
 from zero3d.checkpoint.hub_folder import Format, HubFolder, groups
 from zero3d.checkpoint.manifest import Entry
+from zero3d.checkpoint.place import Url, place
 from zero3d.checkpoint.read import DTYPES
 from zero3d.checkpoint.rebuild import Rebuilder, Tell
 from zero3d.checkpoint.sending import Pieces
@@ -74,7 +75,7 @@ def export_checkpoint(
         raise DataError("the checkpoint has no weights", where=str(found.path), hint="Take another.")
     config = found.manifest.extra.get(KEPT_CONFIG)
     hub = HubFolder(
-        Path(folder),
+        _on_this_machine(folder),
         weights,
         form=style.form,
         shard_bytes=style.shard_bytes,
@@ -110,12 +111,13 @@ def export(
     call_roll("export", patience)
     style = style or Style()
     together = Together(mesh.everyone, mesh.device)
+    home = together.do("where to export", lambda: _on_this_machine(folder))
     _refuse_differing(together.tell(f"{style.form}, {style.dtype}, {style.shard_bytes}", "how to export"))
     parts.replica.settle()
     holdings = Holdings(parts, mesh)
     weights = list(_weights(holdings, style))
     hub = HubFolder(
-        Path(folder),
+        home,
         weights,
         form=style.form,
         shard_bytes=style.shard_bytes,
@@ -134,6 +136,15 @@ def export(
             hub.__exit__(type(error), error, error.__traceback__)
         raise
     return Exported(folder=hub.folder, files=hub.paths, weights=weights)
+
+
+def _on_this_machine(folder: str | os.PathLike[str]) -> Path:
+    home = place(folder)
+    if isinstance(home, Url):
+        raise UsageError(
+            "what is exported goes to a folder of this machine", where=str(home), hint="Copy it from there."
+        )
+    return home
 
 
 def _refuse_differing(told: Sequence[str]) -> None:

@@ -16,6 +16,12 @@ from zero3d.params import ParamInfo
 
 MOST = 12
 """Names that an error lists."""
+MAY_BE_ALLOWED = (
+    " With allow_missing (train --resume --allow-missing) what it lacks stays as it is, optimizer state begins anew, "
+    "and what it has besides is left out."
+)
+NONE = Number(dtype=None, value=None)
+"""State that is there, and None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +41,12 @@ class Fit:
         """Raises `UsageError` unless everything has its counterpart; what is `unfit` is never allowed."""
         told = {"it lacks": self.missing, "it has besides": self.unexpected} if not allow_missing else {}
         told = {**told, "it has otherwise": self.unfit}
-        problems = "; ".join(f"{what} {_listed(names)}" for what, names in told.items() if names)
+        problems = "; ".join(f"{what} {listed(names)}" for what, names in told.items() if names)
         if problems:
             raise UsageError(
                 f"the checkpoint does not fit the model: {problems}",
-                hint="Load it into the model that was saved."
-                if self.unfit
-                else "With allow_missing what it lacks stays as it is, optimizer state begins anew, and what it has "
-                "besides is left out.",
+                hint="Load it into the model that was saved, with the same optimizer."
+                + ("" if self.unfit else MAY_BE_ALLOWED),
             )
 
 
@@ -61,6 +65,8 @@ def fit(manifest: Manifest, holdings: Holdings) -> Fit:
             states.setdefault(names[entry.name], []).append(entry)
         else:
             unexpected.append(entry.label)
+    numbers = {names[name]: of for name, of in manifest.numbers.items() if name in names}
+    other = _of_other_optimizers(states, numbers, holdings)
     saved = {entry.name: entry for entry in kinds["buffer"]}
     here = holdings.buffer_names
     unfit = [
@@ -76,12 +82,31 @@ def fit(manifest: Manifest, holdings: Holdings) -> Fit:
     return Fit(
         weights=weights,
         states=states,
-        numbers={names[name]: of for name, of in manifest.numbers.items() if name in names},
+        numbers=numbers,
         buffers={name: saved[name] for name in here if name in saved},
-        missing=[*_missing(manifest, holdings, weights), *(name for name in here if name not in saved)],
-        unexpected=[*unexpected, *(name for name in saved if name not in here)],
+        missing=[*_missing(manifest, holdings, weights), *other[0], *(name for name in here if name not in saved)],
+        unexpected=[*unexpected, *other[1], *(name for name in saved if name not in here)],
         unfit=unfit,
     )
+
+
+def _of_other_optimizers(
+    states: dict[str, list[Entry]], numbers: dict[str, dict[str, Number]], holdings: Holdings
+) -> tuple[list[str], list[str]]:
+    """State that another optimizer kept leaves `states` and `numbers`, all of a parameter's where it lacks some that
+    this one needs. -> what is missing, and what is left out."""
+    missing, left_out = [], []
+    for name, wanted in holdings.optimizer.keys_of_state().items():
+        of = states.get(name, [])
+        there = {entry.key for entry in of} | {key for key, one in numbers.get(name, {}).items() if one != NONE}
+        if not there or there == wanted:  # There is none before the first update.
+            continue
+        missing += [f"{key} of {name}" for key in sorted(wanted - there)]
+        left_out += [f"{key} of {name}" for key in sorted(there - wanted)]
+        kept = wanted if wanted <= there else ()
+        states[name] = [entry for entry in of if entry.key in kept]
+        numbers[name] = {key: one for key, one in numbers.get(name, {}).items() if key in kept}
+    return missing, left_out
 
 
 def _pairs(infos: Iterable[ParamInfo], entries: Sequence[Entry]) -> Iterator[tuple[str, Entry]]:
@@ -111,6 +136,7 @@ def _matches(entry: Entry, shape: Sequence[int], dtype: torch.dtype) -> bool:
     return entry.shape == list(shape) and (saved == dtype or (saved.is_floating_point and dtype.is_floating_point))
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
     more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
     return ", ".join(names[:MOST]) + more

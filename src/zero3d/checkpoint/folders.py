@@ -26,7 +26,11 @@ class Found:
 
 def candidates(folder: Somewhere) -> list[Somewhere]:
     """What may be checkpoints, newest first: those in `folder`, or `folder` itself."""
-    return [folder] if is_checkpoint(folder) else [path for _, path in _by_step(folder)]
+    if storage_of(folder).has(MANIFEST):
+        return [folder]
+    found = [path for _, path in _by_step(folder)]
+    # A folder of checkpoints may have been given the name of one.
+    return found or ([folder] if is_checkpoint(folder) else [])
 
 
 def any_in(folder: Place) -> bool:
@@ -101,13 +105,16 @@ def none_in(folder: Place, skipped: list[str]) -> DataError:
     return DataError(f"no whole checkpoint: {why}", where=str(folder), hint="Begin anew, or give another folder.")
 
 
-def keep(folder: Somewhere, *, last: int, every: int = 0) -> list[Somewhere]:
+def keep(folder: Somewhere, *, last: int, every: int = 0, newest: str | None = None) -> list[Somewhere]:
     """Removes all whole checkpoints in `folder` but the `last` newest ones and those of steps that `every` divides (0:
-    no others), newest first. -> those removed. What is not whole is no reason to remove another."""
+    no others), newest first. -> those removed. What is not whole is no reason to remove another, nor is what comes
+    after `newest`, the name of one: a run that went on from before it could not use it."""
     if last < 1:
         raise UsageError(f"keep(last={last}) would remove the newest checkpoint", hint="Keep 1 or more.")
     kept, removed = 0, list[Somewhere]()
     for step, path in _by_step(folder):
+        if newest is not None and path.name > newest:
+            continue
         try:
             whole(path)
         except DataError:

@@ -71,7 +71,10 @@ def in_files(weights: Sequence[Weight], shard_bytes: int = SHARD_BYTES) -> list[
     """Files of at most `shard_bytes`, a larger tensor by itself; in the order in which they are written."""
     strange = next((one for one in weights if one.dtype not in NAMES), None)
     if strange is not None:
-        raise UsageError(f"{strange.name} is {strange.dtype}, which safetensors files cannot hold")
+        raise UsageError(
+            f"{strange.name} is {strange.dtype}, which safetensors files cannot hold",
+            hint="Keep it as real numbers, or register the buffer with persistent=False.",
+        )
     groups: list[list[Weight]] = [[]]
     room = shard_bytes
     for one in weights:

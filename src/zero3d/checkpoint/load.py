@@ -75,7 +75,9 @@ def load(
     seconds.
     """
     call_roll("load", patience)
-    loading = Loading(Together(mesh.everyone, mesh.device), Holdings(parts, mesh), place(folder))
+    together = Together(mesh.everyone, mesh.device)
+    home = together.do("where to look", lambda: place(folder))
+    loading = Loading(together, Holdings(parts, mesh), home)
     while True:
         try:
             return loading.try_next(allow_missing=allow_missing)

@@ -44,8 +44,8 @@ def merge(
         layout=layout,
         learning_rate=learning_rate,
         scaler=scaler,
-        config=_of_json(config, "config"),
-        extra=_of_json(extra, "extra"),
+        config=of_json(config, "config"),
+        extra=of_json(extra, "extra"),
         numbers=numbers,
         tensors=list(_in_order(merged, holdings, what)),
         files=files,
@@ -81,7 +81,8 @@ def _in_order(merged: Mapping[tuple[str, str, str], Entry], holdings: Holdings, 
         yield merged.get(("buffer", name, ""), none)
 
 
-def _of_json(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+def of_json(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """`values` as they come back. UsageError: JSON cannot hold them; `name`: what errors call them."""
     try:
         found: dict[str, Any] = json.loads(json.dumps(values, allow_nan=False))
     except (TypeError, ValueError) as error:

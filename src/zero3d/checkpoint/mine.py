@@ -121,7 +121,10 @@ def _number(name: str, key: str, value: Any) -> Number:
     if isinstance(value, Tensor):
         dtype, value = NAMES.get(value.dtype), value.item()
         if dtype is None:
-            raise UsageError(f"{key} of {name} is of a dtype that a checkpoint cannot hold")
+            raise UsageError(
+                f"{key} of {name} is of a dtype that a checkpoint cannot hold",
+                hint="Use an optimizer that keeps real numbers, integers or booleans.",
+            )
         if isinstance(value, float) and not math.isfinite(value):
             value = str(value)
     if value is not None and not isinstance(value, bool | int | float | str):

@@ -71,6 +71,8 @@ class Draft:
 
 def place(folder: str | os.PathLike[str] | Url) -> Path | Url:
     """What the user's text or path means; file:// is a path. UsageError: it cannot be meant."""
+    if not isinstance(folder, str | os.PathLike | Url) or not str(folder):
+        raise UsageError(f"folder = {folder!r}", hint="Give a path, or a URL such as s3://bucket/run.")
     text = str(folder)
     if isinstance(folder, Url):
         return folder

@@ -26,7 +26,7 @@ from typing import Any, get_args
 from zero3d.assemble import Parts
 from zero3d.checkpoint.folders import check_size
 from zero3d.checkpoint.manifest import Scaling, Sizes, What, dump
-from zero3d.checkpoint.merge import merge
+from zero3d.checkpoint.merge import merge, of_json
 from zero3d.checkpoint.mine import Mine
 from zero3d.checkpoint.place import Draft, Url, name_of, place
 from zero3d.checkpoint.snapshot import Snapshot
@@ -88,9 +88,9 @@ class Saving:
     ) -> None:
         call_roll("save", patience)
         self._together = together = Together(mesh.everyone, mesh.device)
-        home = place(folder)
+        home = together.do("where to save", lambda: place(folder))
         self.target: Path | Url = home / name_of(max(step, 0))
-        together.do("what to save", lambda: _refuse(step, what))
+        together.do("what to save", lambda: _refuse(step, what, extra or {}))
         _refuse_differing(together.tell(json.dumps([str(folder), step, what]), "what to save"))
         parts.replica.settle()
         holdings = Holdings(parts, mesh)
@@ -160,11 +160,14 @@ class Saving:
             raise
 
 
-def _refuse(step: int, what: str) -> None:
+def _refuse(step: int, what: str, extra: Mapping[str, Any]) -> None:
     if step < 0:
         raise UsageError(f"step = {step}", hint="It is the number of steps that were made.")
     if what not in get_args(What):
         raise UsageError(f'what = "{what}"', hint=f"It is one of {', '.join(get_args(What))}.")
+    if not isinstance(extra.get("own", {}), dict):
+        raise UsageError(f"extra is a {type(extra['own']).__name__}", hint="Give a dict.")
+    of_json(extra, "extra")  # It is written at the very end.
 
 
 def _refuse_differing(told: list[str]) -> None:
@@ -183,7 +186,8 @@ def _make_room(storage: Storage, draft: Draft, needed: int) -> None:
         free = shutil.disk_usage(draft.folder.parent).free
         if free < needed + ROOM:
             raise OutOfSpaceError(
-                f"the checkpoint takes {needed / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free",
+                f"the checkpoint takes {(needed + ROOM) / 1e6:.1f} MB, what is written beside it counted, and "
+                f"{free / 1e6:.1f} MB are free",
                 where=str(draft.folder.parent),
                 hint="Free some space there, or save elsewhere.",
             )

@@ -30,11 +30,7 @@ class Saves:
     def begin(self, parts: Parts, folder: str | Path | Url, background: bool, **what: Any) -> Path | Url:
         """Begins a save, of `save.Saving`'s arguments, once the one before has ended; waits for it unless it is in the
         `background`. -> where it will be. Collective."""
-        if self._refuses:
-            raise UsageError(
-                "engine.save inside `with engine.gathered(write=True)`, where weights are half changed",
-                hint="Leave it first, or save before it.",
-            )
+        self.refuse_half_changed("engine.save")
         self.wait()
         self._saving = Saving(parts, self._mesh, folder, background=background, **what)
         target = self._saving.target
@@ -51,6 +47,14 @@ class Saves:
         finally:
             self._refuses = before
 
+    def refuse_half_changed(self, call: str) -> None:
+        """Raises `UsageError` where the user may be writing to weights."""
+        if self._refuses:
+            raise UsageError(
+                f"{call} inside `with engine.gathered(write=True)`, where weights are half changed",
+                hint="Leave it first, or do it before.",
+            )
+
     def before_update(self, shard: Shard) -> None:
         """Returns when an update may change this shard."""
         saving = self._saving  # With offload this is asked on another thread than that which ends saves.
@@ -66,8 +70,11 @@ class Saves:
         if not int(left):
             self.wait()
 
-    def wait(self) -> None:
-        """Ends the save that was begun, if there is one. Collective."""
+    def wait(self, call: str = "") -> None:
+        """Ends the save that was begun, if there is one. Collective. `call`: what is to come after it, where that may
+        not be while the user may be writing to weights."""
+        if call:
+            self.refuse_half_changed(call)
         if self._saving is None:
             return
         try:

@@ -16,6 +16,7 @@ from zero3d.models.gpt import GPT, GPTConfig
 from zero3d.models.llama import Llama, LlamaConfig
 
 Build = Callable[[], nn.Module]
+IMPORT = "Mend what its import raises; python -c 'import MODULE' in the same folder shows where."
 
 
 def build_function(model: Model, vocabulary: int, sequence_length: int, *, allow_code: bool = False) -> Build:
@@ -85,17 +86,24 @@ def _from_path(path: str, arguments: dict[str, int]) -> Build:
         if not hasattr(function, part):
             names = [name for name in vars(function) if not name.startswith("_")]
             nearest = difflib.get_close_matches(part, names, n=1)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else ""
+            known = ", ".join(names[:8]) or "nothing"
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"it has {known}"
             raise ConfigError(f"model.path = {path!r}: {module_name} has no {part!r}", hint=hint)
         function = getattr(function, part)
     if not callable(function):
-        raise ConfigError(f"model.path = {path!r}: {function_name} is a {type(function).__name__}, no function")
+        raise ConfigError(
+            f"model.path = {path!r}: {function_name} is a {type(function).__name__}, no function",
+            hint="Name a function, or a class, that returns an nn.Module.",
+        )
     chosen = _accepted(function, arguments, path)
 
     def build() -> nn.Module:
         model = function(**chosen)
         if not isinstance(model, nn.Module):
-            raise ConfigError(f"model.path = {path!r} returned {type(model).__name__}, no nn.Module")
+            raise ConfigError(
+                f"model.path = {path!r} returned {type(model).__name__}, no nn.Module",
+                hint="Return the module from it.",
+            )
         return model
 
     return build
@@ -110,10 +118,10 @@ def _module(name: str, path: str) -> Any:
             hint = "it is looked for in the current folder and on PYTHONPATH"
             missing = f"model.path = {path!r}: there is no module {error.name!r}"
             raise ConfigError(missing, hint=hint) from error
-        raise ConfigError(f"model.path = {path!r}: {name} cannot be imported: {error}") from error
+        raise ConfigError(f"model.path = {path!r}: {name} cannot be imported: {error}", hint=IMPORT) from error
     except Exception as error:
         reason = f"{name} cannot be imported: {type(error).__name__}: {error}"
-        raise ConfigError(f"model.path = {path!r}: {reason}") from error
+        raise ConfigError(f"model.path = {path!r}: {reason}", hint=IMPORT) from error
 
 
 @contextmanager

@@ -186,6 +186,9 @@ class OffloadedOptimizer:
             )
         self._beside.set_states(states)
 
+    def keys_of_state(self) -> Mapping[str, frozenset[str]]:
+        return self._beside.keys_of_state()
+
     @property
     def updates_whole(self) -> Mapping[str, bool]:
         return self._beside.updates_whole

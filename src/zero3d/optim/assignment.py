@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from zero3d import config
 from zero3d.contracts import OptimizerChoice, OptimizerFactory
 from zero3d.errors import ConfigError, UsageError
-from zero3d.optim.probe import is_elementwise, keeps_apart, learning_rate, refusal_of
+from zero3d.optim.probe import is_elementwise, keeps_apart, learning_rate, refusal_of, state_keys
 from zero3d.optim.rule import Rule, matches, rule_for
 from zero3d.params import ParamInfo
 
@@ -22,6 +22,12 @@ class Assignment:
     rule_of: Mapping[str, Rule]
     whole: Mapping[str, tuple[int, ...]]
     learning_rate: float
+
+    def keys_of_state(self) -> dict[str, frozenset[str]]:
+        """What the state of each parameter is called. Of those updated whole it hangs on the shape, and is not told."""
+        names = [name for name in self.rule_of if name not in self.whole]
+        keys = {rule: state_keys(rule.build) for rule in {self.rule_of[name]: None for name in names}}
+        return {name: keys[self.rule_of[name]] for name in names}
 
 
 def assign(

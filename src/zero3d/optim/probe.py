@@ -4,8 +4,9 @@ elementwise  an element's update depends on that element alone: any cut of a par
 by itself    a parameter's update depends on that parameter alone: each may have an optimizer of its own
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,13 +71,24 @@ def learning_rate(build: OptimizerFactory) -> float:
 @computed
 def state_per_element(build: OptimizerFactory) -> int:
     """How many elements of state the optimizer keeps for one of a parameter, rounded up."""
+    kept = sum(value.numel() for value in _state(build).values() if isinstance(value, Tensor) and value.dim())
+    return -(-kept // (SHAPE[0] * SHAPE[1]))
+
+
+@computed
+def state_keys(build: OptimizerFactory) -> frozenset[str]:
+    """What the state is called that the optimizer keeps of a flat parameter."""
+    return frozenset(key for key, value in _state(build).items() if value is not None)
+
+
+def _state(build: OptimizerFactory) -> Mapping[str, Any]:
+    """Of a flat parameter, after an update."""
     parameter = torch.nn.Parameter(torch.ones(SHAPE[0] * SHAPE[1]))
     optimizer = _built(build, [parameter])
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    state = optimizer.state.get(parameter, {}).values()
-    kept = sum(value.numel() for value in state if isinstance(value, Tensor) and value.dim())
-    return -(-kept // parameter.numel())
+    state: Mapping[str, Any] = optimizer.state.get(parameter, {})
+    return state
 
 
 def _matrix() -> Tensor:

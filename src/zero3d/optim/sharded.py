@@ -58,6 +58,7 @@ class ShardedOptimizer:
         self._unused: frozenset[str] = frozenset()
         self._before_update: Callable[[Shard], None] = _nothing
         self._peak = self.learning_rate = assignment.learning_rate
+        self._assignment = assignment
 
     def leave(self, unused: frozenset[str]) -> None:
         """The next step has no gradient for these parameters."""
@@ -114,6 +115,10 @@ class ShardedOptimizer:
                 if piece.name in states:
                     flat.inner.set_state(index, {key: cut(value, piece) for key, value in states[piece.name].items()})
         self._whole.set_states(states)
+
+    def keys_of_state(self) -> Mapping[str, frozenset[str]]:
+        """See `Assignment`: of all parameters, whatever this rank updates of them."""
+        return self._assignment.keys_of_state()
 
     @property
     def updates_whole(self) -> Mapping[str, bool]:

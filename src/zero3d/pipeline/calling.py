@@ -15,6 +15,10 @@ Call = Callable[[nn.Module, Batch], Any]
 """call(model, batch) -> the model's output."""
 
 
+class MicroBatches(list[Batch]):
+    """A rank's micro-batches of one step, cut already, such as a loop's that collects them one by one."""
+
+
 def caller(model: nn.Module, floats: torch.dtype | None) -> Call:
     """The usual way to hand a batch to `model`; `floats`: dtype that floating-point inputs are cast to.
 
@@ -44,9 +48,11 @@ def caller(model: nn.Module, floats: torch.dtype | None) -> Call:
 def split(batch: Batch, size: int | None, device: torch.device) -> list[Batch]:
     """Micro-batches of `size` samples (the last may be smaller), moved to `device`; None: the batch as one.
 
-    No micro-batch where `batch` is None, one without samples where it has none."""
+    No micro-batch where `batch` is None, one without samples where it has none. `MicroBatches` are not cut again."""
     if batch is None:
         return []
+    if isinstance(batch, MicroBatches):
+        return [map_tensors(lambda tensor: tensor.to(device), one) for one in batch]
     samples = {len(tensor) for tensor in tensors_in(batch) if tensor.dim()}
     if len(samples) > 1:
         raise DataError(

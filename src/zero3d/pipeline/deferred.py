@@ -85,9 +85,11 @@ class _Linear(nn.Module):
     bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        if not (torch.is_grad_enabled() and self.weight.requires_grad):
-            return F.linear(x, self.weight, self.bias)
-        used, owner = self.weight.view_as(self.weight), [self.weight]  # In a list, autograd does not look at it.
+        weight = self.weight
+        # What is computed of parameters, as by weight_norm, has a graph that only one backward can go through.
+        if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf):
+            return F.linear(x, weight, self.bias)
+        used, owner = weight.view_as(weight), [weight]  # In a list, autograd does not look at it.
         return _Product.apply(x, used, self.bias, owner, self._deferral)  # type: ignore[no-untyped-call, no-any-return]
 
 

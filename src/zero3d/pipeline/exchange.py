@@ -92,7 +92,7 @@ class Boundary:
             header = self._headers[signature] = Header(dict(specs), carried)
             if not self._is_local:
                 self._send_text(_written(header))
-        if values_of(specs) != values_of(self._headers[signature].specs):
+        if repr(values_of(specs)) != repr(values_of(self._headers[signature].specs)):  # No NaN equals another.
             raise UsageError(
                 f"a block of pipeline stage {self.stage} or before gives a number or text that is not what it was for "
                 "other inputs of the same shapes",
@@ -212,7 +212,8 @@ class _Nothing:
 
 
 def _told(one: Carried) -> str:
-    return f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}"
+    without = "" if one.needs_gradient else " without gradient"
+    return f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}{without}"
 
 
 def _written(header: Header) -> str:

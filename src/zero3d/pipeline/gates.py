@@ -70,7 +70,7 @@ class Run:
         if self._is_elsewhere(gate, args, kwargs):
             if gate.block is not None:
                 self.skipped(gate.block)
-            return self._absent(label)
+            return self._absent(gate, label)
         keeps = gate.stages is not None or gate.random
         if keeps:
             args, kwargs = present(args), present(kwargs)
@@ -101,9 +101,17 @@ class Run:
         return self.entered[source.name]
 
     def refuse_changed(self, names: Sequence[str]) -> None:
-        """Raises `UsageError` where one of these, which later stages need, is no longer what its module gave."""
+        """Raises `UsageError` where one of these, which later stages need, is not there, or no longer what its module
+        gave."""
         for name in names:
-            tensor = self.given[name] if name in self.given else self.received[name]
+            tensor = self.given.get(name, self.received.get(name))
+            if tensor is None:
+                raise UsageError(
+                    f"{name.partition('#')[0]} gave a tensor in the first micro-batch that later pipeline stages need, "
+                    f"and none in this one, on stage {self.stage}",
+                    hint="Which blocks run, and where they give tensors, may not depend on values: run the block and "
+                    "choose with torch.where, give zeros in the place of None, or use parallel.pp = 1.",
+                )
             if _version(tensor) != self.versions[name]:
                 raise UsageError(
                     f"what {name.partition('#')[0]} gives is changed in place on pipeline stage {self.stage}, and a "
@@ -120,9 +128,15 @@ class Run:
             return gate.random and is_absent((args, kwargs))
         return self.stage not in gate.stages
 
-    def _absent(self, label: str) -> Any:
+    def _absent(self, gate: Gate, label: str) -> Any:
         if label not in self.specs:
-            path, key = label.partition("#")[0], "last_stage" if self.has_passed else "first_stage"
+            path, key = gate.path, "last_stage" if self.has_passed else "first_stage"
+            if gate.block is not None:
+                raise UsageError(
+                    f"pipeline stage {self.stage} calls {path} again, out of its order, or where it did not run before",
+                    hint="Stages need blocks that run once each, one after the other, the same ones every time. Use "
+                    "parallel.tp and zero.level = 3 for other models.",
+                )
             side = "after" if self.has_passed else "before"
             raise UsageError(
                 f"pipeline stage {self.stage} calls {path} {side} its blocks; it is defined on the other side of them, "

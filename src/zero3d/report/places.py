@@ -26,7 +26,9 @@ def find(path: Path) -> Path:
         there = path.exists()
         near = _nearest(path)
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise UsageError(
+            f"{path} cannot be read: {error.strerror or error}", hint="Give a folder that you may read."
+        ) from None
     if not there:
         what = f"there is no {path}"
     elif not path.is_dir():

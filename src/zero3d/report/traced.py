@@ -40,7 +40,10 @@ def read_trace(text: str) -> Trace:
         if not all(any(trace.of(rank, "action")) for rank in range(layout.world)):
             raise ValueError("no action in it")
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        raise DataError(f"trace.json is not as --trace writes it: {error}") from error
+        raise DataError(
+            f"trace.json is not as --trace writes it: {error}",
+            hint="Train again with --trace, or remove the file from the run's folder.",
+        ) from error
     return trace
 
 

@@ -109,7 +109,7 @@ def _parts(x: Tensor, ranks: int, dim: int, label: str) -> Tensor:
             f"{label}: a {what} of {x.size(dim)} does not divide over {ranks} tensor-parallel ranks",
             hint=f"Pad batches to a multiple of {ranks}, or set parallel.sequence_parallel = false."
             if dim == SEQUENCE
-            else "",
+            else f"Use sizes that {ranks} divides, or set parallel.tp to a number that divides this one.",
         )
     dim %= x.dim()
     cut = x.unflatten(dim, (ranks, -1))

@@ -177,6 +177,9 @@ class Uses:
             return
         visit, self._root = self._root, None
         self._store.drop(visit.names)
+        while self._inside:  # The end of a pipeline stage leaves the modules round its blocks without their hooks.
+            entered, _ = self._inside.pop()
+            self._store.drop(entered.needs)
         for tensor in [*needing_grad(tensors_in(output)), *self._put_aside(self._outside_modules)]:
             tensor.register_hook(visit.begin_backward)
 

@@ -93,10 +93,10 @@ def named(name: str) -> Named:
     """The schedule of that name. Raises `ConfigError` with the names there are."""
     if name not in SCHEDULES:
         near = get_close_matches(name.lower(), SCHEDULES, n=1)
-        hint = f"Did you mean {near[0]}? " if near else ""
+        meant = f"Did you mean {near[0]}? " if near else ""
         raise ConfigError(
             f"there is no schedule {name!r}",
-            hint=f"{hint}There are {', '.join(SCHEDULES)}, and files of your own that end in .txt.",
+            hint=f"{meant}There are {', '.join(SCHEDULES)}, and files of your own that end in .txt.",
         )
     return SCHEDULES[name]
 
