@@ -83,6 +83,12 @@ def mend(name: str) -> None:
     run("ip", "-n", name, "link", "set", "eth0", "up")
 
 
+def slow_down(name: str, rate: str) -> None:
+    """From now on the host's card sends no more than `rate`."""
+    cap = ("tbf", "rate", rate, "burst", "16kb", "latency", "400ms")
+    run("ip", "netns", "exec", name, "tc", "qdisc", "change", "dev", "eth0", "root", *cap)
+
+
 def run_on_hosts(
     names: Sequence[str], work: Callable[..., Any], *args: Any, ranks_each: int = 1, timeout: float = 60
 ) -> list[Any]:

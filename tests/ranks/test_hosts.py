@@ -6,6 +6,7 @@ the formulas 2 Psi (N-1)/N and 3 Psi (N-1)/N elements a step. Nobody says which 
 
 import ctypes
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import zero3d
 from tests import hosts, reference, tiny
 from zero3d.alike import refuse_own_folders
 from zero3d.comm import machines
-from zero3d.errors import UsageError
+from zero3d.errors import UsageError, Zero3dError
 from zero3d.layout import Layout
 from zero3d.models.gpt import GPT, GPTConfig
 from zero3d.models.losses import next_token_loss as plain_loss
@@ -25,6 +26,8 @@ from zero3d.tensor.loss import next_token_loss
 pytestmark = [pytest.mark.ranks, pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "none")]
 
 STEPS, SAMPLES = 3, 8
+CUT_TIMEOUT = 4
+"""Seconds."""
 SHAPE: dict[str, Any] = {"vocabulary": 64, "sequence_length": tiny.LENGTH, "width": 32, "heads": 4}
 
 
@@ -156,3 +159,32 @@ def test_a_folder_that_machines_do_not_share_is_refused_on_all_ranks(tmp_path: P
     assert told[0] == told[1] and "rank 1 on host1 cannot write there, or does not see" in told[0]
     assert "checkpoint.every = 0" in told[0]
     assert not list(tmp_path.rglob(".seen-*"))
+
+
+def steps_until_cut(level: int) -> tuple[str, str, float]:
+    """(kind, text, seconds since the link went down) of the error; host 1 cuts itself off after two steps."""
+    engine = zero3d.Engine(
+        gpt(), next_token_loss, tiny.adamw, {"zero": {"level": level}, "run": {"timeout_seconds": CUT_TIMEOUT}}
+    )
+    batch = tiny.part(tiny.batches(1, 2)[0], engine.rank, 2)
+    for _ in range(2):
+        engine.step(batch)
+    if engine.rank == 1:
+        hosts.run("ip", "link", "set", "eth0", "down")
+    began = time.monotonic()
+    try:
+        while True:
+            engine.step(batch)
+    except Zero3dError as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+
+
+def test_a_cut_link_ends_the_ranks_on_both_sides_soon_after_the_time_out() -> None:
+    """On the side without the store the rank had asked it what the other did, over the link that was cut, and waited
+    for an answer for a quarter of an hour."""
+    with hosts.hosts(2) as names:
+        found = hosts.run_on_hosts(names, steps_until_cut, 1)
+    for rank, (kind, text, seconds) in enumerate(found):
+        assert kind == "RankFailedError" and seconds < CUT_TIMEOUT + 7, found
+        assert f"rank {1 - rank} did not join the" in text
+    assert "the store of rank 0's machine does not answer either" in found[1][1]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -15,6 +16,8 @@ from zero3d.errors import DataError, OutOfSpaceError, RankFailedError, UsageErro
 
 Result = TypeVar("Result")
 
+NAMED = re.compile(r"rank \d+: ")
+"""How an error begins that came through here before: of work that is part of other work."""
 KINDS: dict[str, type[Zero3dError]] = {
     kind.__name__: kind for kind in (UsageError, DataError, OutOfSpaceError, RankFailedError)
 }
@@ -108,4 +111,5 @@ def _told(error: Exception | None) -> str:
 
 def _error(rank: int, told: list[str]) -> Zero3dError:
     kind, message, where, hint = told
-    return KINDS[kind](f"rank {rank}: {message}", where=where, hint=hint)
+    named = message if NAMED.match(message) else f"rank {rank}: {message}"
+    return KINDS[kind](named, where=where, hint=hint)

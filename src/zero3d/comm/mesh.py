@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from zero3d.comm import machines
-from zero3d.comm.attempt import agree_on_attempt
+from zero3d.comm.attempt import MEET, agree_on_attempt
 from zero3d.comm.guarded import in_time
 from zero3d.comm.hybrid_axis import HybridAxis
 from zero3d.comm.process_axis import ProcessAxis, lookout_of_process
@@ -21,7 +21,7 @@ from zero3d.comm.recorded_axis import RecordedAxis
 from zero3d.comm.solo_axis import SoloAxis
 from zero3d.comm.texts import everyones_text
 from zero3d.contracts import Axis, Watcher
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, RankFailedError
 from zero3d.layout import AXES, Layout
 
 MORE = 5.0
@@ -137,7 +137,11 @@ def _meet(timeout: timedelta, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Of this thread.
     # Once a process: ranks that met, parted and meet again find what they left at the store.
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+    except RuntimeError as error:
+        where = str(error).splitlines()[0][:200]
+        raise RankFailedError("the store where ranks meet cannot be reached", where=where, hint=MEET) from None
     attempt = PrefixStore(f"attempt {agree_on_attempt(store, rank, size, timeout)}", store)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timeout, store=attempt, rank=rank, world_size=size)
