@@ -5,42 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 import zero3d
+from tests.ranks.test_pipeline_corners import LENGTH, VOCABULARY, WIDTH, Block, Net
 from tests.world import run_ranks
 
-WIDTH, VOCABULARY, LENGTH, STEPS = 16, 31, 8, 3
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
-
-    def forward(self, x: Tensor) -> Any:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    block: type[nn.Module] = Block
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(self.block() for _ in range(4))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for number, block in enumerate(self.blocks):
-            x = self.between(number, block, x)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
-
-    def between(self, number: int, block: nn.Module, x: Tensor) -> Tensor:
-        return block(x)  # type: ignore[no-any-return]
+STEPS = 3
 
 
 class OwnParameters(Net):
