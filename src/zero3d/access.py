@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from zero3d.comm.roll import call_roll
 from zero3d.contracts import Axis, ModelSource
 from zero3d.errors import UsageError
 from zero3d.params import ParamInfo
@@ -186,9 +185,7 @@ class Access:
             self._replica.write(info, span, values)
 
     def state(self) -> dict[str, Tensor]:
-        """Whole tensors under the user's own names, in the dtypes that the model was made with. DivergedError: not all
-        ranks have come to it."""
-        call_roll("full_state_dict")
+        """Whole tensors under the user's own names, in the dtypes that the model was made with."""
         found = dict(self._replica.whole([info.local for info in self._here()]))
         whole: dict[str, Tensor] = {}
         for info in self._infos:

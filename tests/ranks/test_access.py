@@ -210,20 +210,3 @@ def test_refusals_come_on_every_rank() -> None:
         assert "no part of norm.bias" in texts[3]
         assert "no gradient of norm.bias yet" in texts[4]
         assert "places is frozen" in texts[5]
-
-
-def state_on_rank_0() -> tuple[str, bool]:
-    """As in `if rank == 0: torch.save(engine.full_state_dict(), ...)`."""
-    engine, said = make(3), ""
-    if engine.rank == 0:
-        with pytest.raises(zero3d.DivergedError) as caught:
-            engine.full_state_dict()
-        said = str(caught.value)
-    losses = engine.step(batch(engine.rank)).loss
-    return said, losses > 0 and set(engine.full_state_dict()) == set(tiny.tiny().state_dict())
-
-
-def test_a_state_dict_on_one_rank_names_the_others_and_training_goes_on() -> None:
-    (said, went_on), (_, too) = run_ranks(2, state_on_rank_0)
-    assert "full_state_dict is collective, and rank 1 has not called it" in said
-    assert went_on and too
