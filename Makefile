@@ -1,5 +1,5 @@
 # make install   a virtual environment in .venv with zero3d and what its tests need
-# make demo      trains a byte-level GPT on the Python standard library, on 2 CPU ranks, in about two to four minutes
+# make demo      trains a byte-level GPT on the Python standard library, on 2 CPU ranks, in two to four minutes
 # make test      lint, types and all tests
 # make docs      the documentation as a site that opens without a network: build/site/index.html
 # make bench     this machine's times beside torch's and DeepSpeed's own, in about 20 minutes; bench-full: all of them
@@ -13,7 +13,8 @@ install: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	@echo 'installing, in two to three minutes ...'
+	$(BIN)/pip install --quiet --progress-bar on -c constraints.txt -e '.[dev]'
 	touch $@
 
 demo: install
@@ -56,4 +57,4 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-bench runs
+	rm -rf .venv .venv-bench runs build

@@ -43,7 +43,7 @@ def main() -> None:
     engine = zero3d.Engine(build, loss, "adamw", config)
     for step in range(200):
         x, y = data(seed=step, samples=64)
-        report = engine.step((x.chunk(engine.world)[engine.rank], y.chunk(engine.world)[engine.rank]))
+        report = engine.step((x.chunk(engine.dp_size)[engine.dp_index], y.chunk(engine.dp_size)[engine.dp_index]))
         if engine.rank == 0 and report.step % 40 == 0:
             print(f"step {report.step:3}  loss {report.loss:.4f}  gradient norm {report.grad_norm:.4f}")
     x, y = data(seed=1_000_000, samples=1000)
