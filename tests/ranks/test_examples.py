@@ -3,33 +3,40 @@
 examples/trainer.py is in test_trainer.py, the configurations in test_docs_commands.py.
 """
 
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
-pytestmark = pytest.mark.cli
+from tests.world import run_ranks
+
+pytestmark = pytest.mark.ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LOSS = re.compile(r"^step +(\d+) +loss (\S+)", re.MULTILINE)
 
 
+def on_rank(folder: Path, name: str, words: tuple[str, ...]) -> str:
+    """What this rank prints."""
+    os.chdir(folder)
+    sys.argv = [name, *words]
+    said = io.StringIO()
+    with redirect_stdout(said):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return said.getvalue()
+
+
 def run(folder: Path, ranks: int, name: str, *words: str) -> str:
-    """-> what it prints. One rank is plain `python`."""
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    done = subprocess.run(
-        [sys.executable, *start, str(EXAMPLES / name), *words],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """-> what rank 0 prints. Forked ranks, so that no interpreter has to start."""
+    return run_ranks(ranks, on_rank, folder, name, words)[0]
 
 
 def test_a_model_of_ones_own_has_the_same_losses_on_any_number_of_ranks(tmp_path: Path) -> None:
@@ -56,9 +63,6 @@ def test_what_one_layout_saved_another_goes_on_with(tmp_path: Path) -> None:
 
 
 def test_fine_tuning_writes_what_transformers_loads(tmp_path: Path) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
     whole = run(tmp_path, 2, "finetune.py", "--steps", "20")
     assert "192,960 parameters trained" in whole
     adapters = run(tmp_path, 2, "finetune.py", "--lora", "--steps", "20")
