@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from pipeline import SIZE, SMALL
-from step import Batch, adamw, build
+from step import Batch, adamw, build, torchrun
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -271,9 +271,8 @@ def arguments() -> argparse.Namespace:
 
 
 def start_ranks() -> int:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", *sys.argv]
-    return subprocess.run([sys.executable, *words], env=environment, check=False).returncode
+    words, environment = torchrun(RANKS, *sys.argv)
+    return subprocess.run(words, env=environment, check=False).returncode
 
 
 def batch_of(options: argparse.Namespace) -> Batch:

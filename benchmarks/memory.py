@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from step import absent, arguments, batches, build, made
+from step import absent, arguments, batches, build, made, torchrun
 
 CONTENDERS = ["zero0", "ddp", "zero1", "redundancy", "ds1", "zero2", "ds2", "fsdp2_kept", "zero3", "fsdp2", "ds3"]
 ALLOCATORS = {"default": {}, "mapped": {"MALLOC_MMAP_THRESHOLD_": "262144"}}
@@ -62,11 +62,10 @@ def states_mb(numel: int, level: int, ranks: int) -> float:
 
 
 def in_processes(name: str, options: argparse.Namespace, settings: dict[str, str]) -> dict[str, Any]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"} | settings
-    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}", __file__]
-    words += ["--contenders", name, *(["--medium"] if options.medium else [])]
+    size = ["--medium"] if options.medium else []
+    words, environment = torchrun(options.ranks, __file__, "--contenders", name, *size)
     done = subprocess.run(
-        [sys.executable, *words], env=environment, check=True, stdout=subprocess.PIPE, stderr=sys.stderr, text=True
+        words, env=environment | settings, check=True, stdout=subprocess.PIPE, stderr=sys.stderr, text=True
     )
     found: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     return found

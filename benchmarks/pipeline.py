@@ -31,7 +31,7 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from step import Batch, Step, adamw, build
+from step import Batch, Step, adamw, build, torchrun
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.profiler import ProfilerActivity, profile
@@ -100,10 +100,8 @@ def arguments() -> argparse.Namespace:
 
 def start_ranks(ranks: int, schedule: str) -> int:
     """One schedule on ranks of its own, so that no other's tensors are there."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *sys.argv]
-    words += ["--pp", str(ranks), "--schedules", schedule]
-    return subprocess.run([sys.executable, *words], env=environment, check=False).returncode
+    words, environment = torchrun(ranks, *sys.argv, "--pp", str(ranks), "--schedules", schedule)
+    return subprocess.run(words, env=environment, check=False).returncode
 
 
 def cuts(options: argparse.Namespace, stages: int) -> list[int]:

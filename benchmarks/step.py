@@ -95,9 +95,15 @@ def arguments() -> argparse.Namespace:
 
 
 def start_ranks(ranks: int) -> None:
+    words, environment = torchrun(ranks, *sys.argv)
+    sys.exit(subprocess.run(words, env=environment, check=False).returncode)
+
+
+def torchrun(ranks: int, *words: str) -> tuple[list[str], dict[str, str]]:
+    """(command, environment) of a script and its arguments on ranks of one thread, which meet over loopback."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
-    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *sys.argv]
-    sys.exit(subprocess.run([sys.executable, *words], env=environment, check=False).returncode)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *words]
+    return command, environment
 
 
 def build(options: argparse.Namespace) -> nn.Module:

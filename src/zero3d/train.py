@@ -243,10 +243,10 @@ def _plan(engine: Engine, prepared: Prepared, loaded: Loaded | None, *, resume: 
 def _resumed(loaded: Loaded) -> str:
     skipped = f"; not used: {'; '.join(loaded.skipped)}" if loaded.skipped else ""
     allowed = (("not in it", loaded.missing), ("left out", loaded.unexpected))
-    skipped += "".join(f"; {what}: {listed(names)}" for what, names in allowed if names)
+    parts = "".join(f"; {what}: {listed(names)}" for what, names in allowed if names)
     return (
         f"{loaded.path} (step {loaded.step:,}: {loaded.params} parameters, {loaded.moments} optimizer states, "
-        f"{loaded.buffers} buffers){skipped}"
+        f"{loaded.buffers} buffers){skipped}{parts}"
     )
 
 

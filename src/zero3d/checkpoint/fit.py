@@ -66,7 +66,7 @@ def fit(manifest: Manifest, holdings: Holdings) -> Fit:
         else:
             unexpected.append(entry.label)
     numbers = {names[name]: of for name, of in manifest.numbers.items() if name in names}
-    other = _of_other_optimizers(states, numbers, holdings)
+    lacking, left_out = _of_other_optimizers(states, numbers, holdings)
     saved = {entry.name: entry for entry in kinds["buffer"]}
     here = holdings.buffer_names
     unfit = [
@@ -84,8 +84,8 @@ def fit(manifest: Manifest, holdings: Holdings) -> Fit:
         states=states,
         numbers=numbers,
         buffers={name: saved[name] for name in here if name in saved},
-        missing=[*_missing(manifest, holdings, weights), *other[0], *(name for name in here if name not in saved)],
-        unexpected=[*unexpected, *other[1], *(name for name in saved if name not in here)],
+        missing=[*_missing(manifest, holdings, weights), *lacking, *(name for name in here if name not in saved)],
+        unexpected=[*unexpected, *left_out, *(name for name in saved if name not in here)],
         unfit=unfit,
     )
 

@@ -41,10 +41,9 @@ def describe(value: Any, name: str, tensors: dict[str, Tensor]) -> Spec:
         members = {key: describe(one, f"{name}.{key}", tensors) for key, one in value.items()}
         if type(value) is dict:
             return {"dict": members}
-        left_out: list[str] = (
-            [one.name for one in fields(value)] if is_dataclass(value) else []
-        )  # Those of None are no keys.
-        return {"fields": {**{key: {"value": None} for key in left_out}, **members}}
+        # Fields of a dataclass that are None are no keys of it.
+        absent = {one.name: {"value": None} for one in fields(value)} if is_dataclass(value) else {}
+        return {"fields": {**absent, **members}}
     if type(value) in (list, tuple):
         listed = [describe(one, f"{name}.{index}", tensors) for index, one in enumerate(value)]
         return {type(value).__name__: listed}
