@@ -42,7 +42,7 @@ def describe(value: Any, name: str, tensors: dict[str, Tensor]) -> Spec:
         if type(value) is dict:
             return {"dict": members}
         # Fields of a dataclass that are None are no keys of it.
-        absent = {one.name: {"value": None} for one in fields(value)} if is_dataclass(value) else {}
+        absent: dict[str, Spec] = {one.name: {"value": None} for one in fields(value)} if is_dataclass(value) else {}
         return {"fields": {**absent, **members}}
     if type(value) in (list, tuple):
         listed = [describe(one, f"{name}.{index}", tensors) for index, one in enumerate(value)]
