@@ -6,13 +6,15 @@
     python benchmarks/bench.py [--full] [--only step tensor ...] [--rounds 8]
 
 Each row is one run of one of the scripts beside this one, in which all contenders take turns; see there for what they
-are. A row is void where losses disagree. DeepSpeed takes part where it is installed (`make bench-install`).
+are. A row is void where losses disagree. DeepSpeed takes part where it is installed (`make bench-install`). With
+--only, the rows of other scripts stay as they were measured before.
 """
 
 import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -26,6 +28,7 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "RESULTS.md"
 PICTURE = FOLDER / "results.svg"
 RUNS = FOLDER.parent / "runs" / "bench"
+KEPT = RUNS / "rows.json"
 HOST_ADAM = {"zero3d/fused_casts": 1 / 1.3, "zero3d/deepspeed": 1 / 2, "zero3d/fused_fp32": 1 / 0.8}
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbh1", "zbv")
 
@@ -41,6 +44,14 @@ class Row:
     wanted: Mapping[str, float] = field(default_factory=dict)
     first: bool = True
     """Part of the short run too."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.script}: {self.title}, {self.size}"
+
+
+Lines = dict[str, list[list[str]]]
+"""Of the table, by the name of a row: see `lines`."""
 
 
 def rows() -> Iterator[Row]:
@@ -99,27 +110,28 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="in place of each script's own number")
     options = parser.parse_args()
     RUNS.mkdir(parents=True, exist_ok=True)
-    found: list[tuple[Row, dict[str, Any]]] = []
+    found: Lines = json.loads(KEPT.read_text(encoding="utf-8")) if options.only and KEPT.is_file() else {}
     chosen = [row for row in rows() if (options.full or row.first) and row.script in (options.only or [row.script])]
+    failed = 0
     for number, row in enumerate(chosen, start=1):
-        print(f"[{number}/{len(chosen)}] {row.title}, {row.size} ...", flush=True)
+        print(f"[{number}/{len(chosen)}] {row.name} ...", flush=True)
         began = time.monotonic()
         measured = run(row, options.rounds)
-        if measured is not None:
-            found.append((row, measured))
-            for line in lines(row, measured):
-                print("    " + "  ".join(line), flush=True)
+        failed += measured is None
+        found[row.name] = [] if measured is None else list(lines(row, measured))
+        for line in found[row.name]:
+            print("    " + "  ".join(line), flush=True)
         print(f"    {time.monotonic() - began:.0f} s", flush=True)
-        write(found, options.full)
+        write({row.name: found[row.name] for row in rows() if row.name in found})
     print(f"{RESULTS.relative_to(Path.cwd()) if RESULTS.is_relative_to(Path.cwd()) else RESULTS}")
-    sys.exit(0 if len(found) == len(chosen) else 1)
+    sys.exit(1 if failed else 0)
 
 
 def run(row: Row, rounds: int | None) -> dict[str, Any] | None:
     """What the script prints as JSON; None, and told, where it fails."""
     words = [sys.executable, str(FOLDER / f"{row.script}.py"), *row.arguments]
     words += ["--rounds", str(rounds)] if rounds and row.script != "host_adam" else []
-    log = RUNS / f"{row.script}-{row.title}-{row.size}.log".replace(" ", "-").replace(",", "")
+    log = RUNS / (re.sub(r"[:, ]+", "-", row.name) + ".log")
     with open(log, "w", encoding="utf-8") as errors:
         done = subprocess.run(words, stdout=subprocess.PIPE, stderr=errors, text=True, check=False)
     printed = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -169,16 +181,17 @@ def lines(row: Row, measured: Mapping[str, Any]) -> Iterator[list[str]]:
         yield [row.title, row.size, pair, "void", "", "", "", ""]
 
 
-def write(found: Sequence[tuple[Row, dict[str, Any]]], full: bool) -> None:
-    """RESULTS.md, of all that has been measured."""
+def write(found: Lines) -> None:
+    """RESULTS.md and its picture, of all that has been measured; kept for later runs of some rows only."""
+    KEPT.write_text(json.dumps(found, indent=1), encoding="utf-8")
     names = ("torch", "deepspeed", "transformers", "numpy")
     versions = ", ".join(f"{name} {one}" for name in names if (one := version_of(name)))
     head = ["row", "model", "ours / theirs", "ratio", "quartiles", "wanted, met", "ms", "MB sent a rank"]
-    table = [head, ["---"] * len(head), *(line for row, measured in found for line in lines(row, measured))]
+    table = [head, ["---"] * len(head), *(line for some in found.values() for line in some)]
     text = [
         "# Measured",
         "",
-        f"By `make bench{'-full' if full else ''}` on {cpu()}, {os.cpu_count()} cores, without a GPU; Python "
+        f"By `make bench-full` or parts of it, on {cpu()}, {os.cpu_count()} cores, without a GPU; Python "
         f"{platform.python_version()}, {versions}; gloo over loopback, two ranks of one thread.",
         "",
         "Ratios are medians over rounds of steps of the same round, ours over theirs: below 1 is faster. Small is a "
@@ -193,7 +206,7 @@ def write(found: Sequence[tuple[Row, dict[str, Any]]], full: bool) -> None:
     RESULTS.write_text("\n".join(text), encoding="utf-8")
 
 
-def picture(found: Sequence[tuple[Row, dict[str, Any]]]) -> bool:
+def picture(found: Lines) -> bool:
     """Bars of all ratios with a peer; False where matplotlib is not installed."""
     try:
         import matplotlib
@@ -204,8 +217,8 @@ def picture(found: Sequence[tuple[Row, dict[str, Any]]]) -> bool:
 
     bars = [
         (f"{line[0]}, {line[1]}: {line[2]}", float(line[3]))
-        for row, measured in found
-        for line in lines(row, measured)
+        for some in found.values()
+        for line in some
         if line[3] != "void" and not line[2].endswith(("alone", "plain"))
     ][::-1]
     if not bars:

@@ -101,9 +101,9 @@ def assemble(
     units = of_rank(split_units(model, blocks), pipeline.placed.has, shared)
     homes = homes_for(config, mesh, dtypes, assignment)
     replica = replica_for(options_for(config), mesh.sharding, blueprint, units, dtypes, device, homes, pipeline.root)
-    tensor.watch(model, blocks)
+    tensor.watch(model, blocks, pipeline.linears)
     scaler = Scaler(enabled=dtypes.compute_rule is torch.float16)
-    pipeline.open(loss, partial(scaler.for_loss, axis), blocks)
+    pipeline.open(loss, partial(scaler.for_loss, axis), blocks, replica.place)
     return Parts(
         model=model,
         infos=infos,

@@ -41,6 +41,10 @@ class Pending(Protocol):
 Watched = Callable[[Pending], Pending]
 """Takes the call that was about to be issued, and gives what is to be waited for in its place."""
 
+Place = Callable[[Tensor, torch.dtype], tuple[Tensor, bool] | None]
+"""(parameter, dtype) -> where a gradient of that dtype may be written, and whether it is to be added to what is there;
+what is there then goes to autograd as the gradient. None: anywhere."""
+
 
 class Watcher(Protocol):
     """Is told what a rank does, as it does it. `unwatched.UNWATCHED` is the one that keeps nothing."""
@@ -107,6 +111,10 @@ class Replica(Protocol):
     def turn(self, stage: int, first: bool, last: bool, *, counts: bool = True) -> AbstractContextManager[None]:
         """Round one backward of a stage: it is this rank's first, or last, in this step. Without `counts` its
         gradients are left out: it only makes this rank's calls match those of the others."""
+        ...
+
+    def place(self, parameter: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool] | None:
+        """A `Place`, in a turn."""
         ...
 
     def finish(self) -> Sequence["Shard"]:

@@ -12,6 +12,7 @@ from torch import nn
 from zero3d.blueprint import Blueprint
 from zero3d.comm.paper_axis import PaperAxis
 from zero3d.config import Config
+from zero3d.linears import Linears
 from zero3d.models.plans import tensor_plan
 from zero3d.params import ParamInfo
 from zero3d.pipeline.cut import Stages, cut
@@ -86,7 +87,7 @@ def outline(model: nn.Module, config: Config) -> Outline:
     _, tensor = split(blueprint, axis, streams, tensor_plan(model), parallel)
     infos = tensor.infos(model)
     stages = _stages(model, blocks, config)
-    tensor.watch(model, blocks)
+    tensor.watch(model, blocks, Linears())
     styles = {info.name: style for info in infos if info.slicing for style in _styles(info, tensor.chosen)}
     return Outline(infos=infos, styles=styles, blocks=owned, stages=stages, tensor=tensor)
 

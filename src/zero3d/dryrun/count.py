@@ -30,6 +30,7 @@ from zero3d.dryrun.held import Courses, Held, OfPart
 from zero3d.dryrun.operations import Dims, Listener, Operations, PartTally, PassTally
 from zero3d.dryrun.whole_loss import whole_loss
 from zero3d.errors import UsageError
+from zero3d.linears import Linears
 from zero3d.models.plans import tensor_plan
 from zero3d.pipeline.calling import caller
 from zero3d.planner.workload import Amount, Call, Course, Parameter, Part, Pass, Product, Workload
@@ -190,7 +191,7 @@ class _Run:
         _, tensor = split(Blueprint(model, {}, frozenset()), axis, streams, tensor_plan(model), parallel)
         with self._mode:
             _give_memory(model, DTYPES[dtype])
-        tensor.watch(model, blocks)
+        tensor.watch(model, blocks, Linears())
         self._tensor = tensor
         self.paths = {id(module): name for name, module in model.named_modules()}
         self._model, self._blocks = model, blocks
@@ -254,7 +255,7 @@ class _Run:
             if recomputed:  # As in a run, what cuts inputs over tp comes after what keeps them.
                 self._tensor.close()
                 self._tensor.activate(active=before.size > 1)
-                self._tensor.watch(self._model, self._blocks)
+                self._tensor.watch(self._model, self._blocks, Linears())
 
             def compute() -> Tensor:
                 result = loss(self._call(self._model, batch), batch)

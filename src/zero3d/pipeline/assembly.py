@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from zero3d.comm.texts import everyones_text
 from zero3d.config import Parallel
-from zero3d.contracts import Axis, Batch, Loss
+from zero3d.contracts import Axis, Batch, Loss, Place
+from zero3d.linears import Linears
 from zero3d.pipeline.action import Action, whole_backwards
 from zero3d.pipeline.calling import Call
 from zero3d.pipeline.cut import cut
-from zero3d.pipeline.deferred import Deferral
 from zero3d.pipeline.exchange import Boundary
 from zero3d.pipeline.gates import Gates
 from zero3d.pipeline.outputs import joined, plain, shared
@@ -27,7 +27,8 @@ from zero3d.randomness import Randomness
 class Pipeline:
     """This rank's part of a model in stages; all of it where there is one stage.
 
-    root: the module whose forward is a forward of a stage; `local`: the stages by number
+    root: the module whose forward is a forward of a stage; `local`: the stages by number; linears: how gradients of
+    linear layers are computed
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Pipeline:
         self._randomness = randomness
         self._call = call
         self._gates = Gates(model, stages.gates)
-        self._deferral = Deferral()
+        self.linears = Linears()
         self._plan: Sequence[Sequence[Action]] = ()
         self._planned = 0
         self._agreed = stages.number == 1
@@ -62,10 +63,10 @@ class Pipeline:
         """Whether the loss is computed here."""
         return self.stages.number - 1 in self.stages.mine
 
-    def open(self, loss: Loss, scale: Callable[[Tensor], float], blocks: Sequence[nn.Module]) -> None:
-        """The stages can run: weights are there, and all hooks."""
-        if self._schedule.splits_backward(self.stages.number, self._axis.size):
-            self._deferral.watch(self._model, blocks)
+    def open(self, loss: Loss, scale: Callable[[Tensor], float], blocks: Sequence[nn.Module], place: Place) -> None:
+        """The stages can run: weights are there, and all hooks. `place`: where gradients are kept."""
+        splits = self._schedule.splits_backward(self.stages.number, self._axis.size)
+        self.linears.watch(self._model, place, blocks if splits else ())
         self._gates.open()
         boundaries: dict[int, Boundary] = {}
         for stage in range(self.stages.number - 1):
@@ -83,7 +84,7 @@ class Pipeline:
                 randomness=self._randomness,
                 scale=scale,
                 device=self._device,
-                deferral=self._deferral,
+                linears=self.linears,
                 before=boundaries.get(stage - 1),
                 after=boundaries.get(stage),
             )
@@ -135,7 +136,7 @@ class Pipeline:
     def close(self) -> None:
         """Modules are the user's own again."""
         self._gates.close()
-        self._deferral.close()
+        self.linears.close()
 
     def _compute(self, batch: Batch, run: Any) -> Any:
         if self.root is self._model:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from zero3d.contracts import Batch, Loss
 from zero3d.errors import UsageError
+from zero3d.linears import Half, Linears
 from zero3d.pipeline.absent import present
 from zero3d.pipeline.calling import Call
-from zero3d.pipeline.deferred import Deferral, Half, finish
 from zero3d.pipeline.exchange import Arrived, Boundary, Signature
 from zero3d.pipeline.gates import Gates, Run
 from zero3d.pipeline.specs import Spec
@@ -78,7 +78,7 @@ class ModelStage:
         randomness: Randomness,
         scale: Callable[[Tensor], float],
         device: torch.device,
-        deferral: Deferral,
+        linears: Linears,
         before: Boundary | None = None,
         after: Boundary | None = None,
     ) -> None:
@@ -92,7 +92,7 @@ class ModelStage:
         self._randomness = randomness
         self._scale = scale
         self._device = device
-        self._deferral = deferral
+        self._linears = linears
         self._live: dict[int, Live] = {}
         self._halves: dict[int, list[Half]] = {}
 
@@ -114,17 +114,18 @@ class ModelStage:
 
     def forward(self, micro_batch: int, x: Batch | Padding) -> None:
         self._randomness.enter(micro_batch)
+        self._linears.start_forward()
         self._live[micro_batch] = self._run(micro_batch, x)
 
     def backward(self, micro_batch: int) -> None:
         live = self._live.pop(micro_batch)
         if live.loss is not None and live.outcome is not None and live.loss.requires_grad:
-            live.loss.backward(torch.full_like(live.loss, self._scale(live.outcome.count)))
+            self._linears.backward([live.loss], [torch.full_like(live.loss, self._scale(live.outcome.count))])
         if self.after is not None:
             gradients = self.after.receive_gradients(micro_batch, live.signature)
             if gradients:
                 outgoing = [live.outgoing[name] for name in gradients]
-                torch.autograd.backward(outgoing, list(gradients.values()))
+                self._linears.backward(outgoing, list(gradients.values()))
         if self.before is not None:
             self.before.send_gradients(micro_batch, live.signature, live.received)
         if live.before is not None:
@@ -149,11 +150,11 @@ class ModelStage:
 
     def input_backward(self, micro_batch: int) -> None:
         halves = self._halves[micro_batch] = []
-        with self._deferral.deferring(halves):
+        with self._linears.deferring(halves):
             self.backward(micro_batch)
 
     def weight_backward(self, micro_batch: int) -> None:
-        finish(self._halves.pop(micro_batch))
+        self._linears.finish(self._halves.pop(micro_batch))
 
     def _run(self, micro_batch: int, x: Batch | Padding, outputs: list[Any] | None = None) -> Live:
         # Autograd may keep buffers that a forward has written to: they are put back once backward is over.

@@ -21,14 +21,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from zero3d.contracts import Axis
+from zero3d.linears import Linears, rows
 from zero3d.tensor.regions import SEQUENCE, Flight, entered, gathered_summed, opened, start_gather
 
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """A linear layer whose outputs are cut. `transposed`: its weight is [in, out]."""
+    """A linear layer that is cut. `transposed`: its weight is [in, out]."""
 
     module: nn.Module
+    linears: Linears
     transposed: bool
 
     @property
@@ -37,14 +39,23 @@ class Column:
         weight: Tensor = self.module.weight  # type: ignore[assignment]
         return weight.t() if self.transposed else weight
 
+    def linear(self, x: Tensor) -> Tensor:
+        """Without bias."""
+        return F.linear(x, self.weight) if self.transposed else self.linears.linear(x, self.weight, None)
+
+    def gradient(self, x: Tensor, outer: Tensor) -> Tensor:
+        """Of the weight, for inputs `x` and the gradient of what they gave."""
+        return rows(outer).t() @ rows(x) if self.transposed else self.linears.product(self.weight, outer, x)
+
 
 class Ticket:
     """What the gradient of one weight is to be computed from."""
 
-    __slots__ = ("entry", "gradient", "x")
+    __slots__ = ("column", "entry", "gradient", "x")
 
-    def __init__(self, entry: "Entry") -> None:
+    def __init__(self, entry: "Entry", column: Column) -> None:
         self.entry = entry
+        self.column = column
         self.x: Tensor | None = None
         self.gradient: Tensor | None = None
 
@@ -52,7 +63,7 @@ class Ticket:
         assert self.x is not None and self.gradient is not None
         x, gradient = self.entry.whole(self.x), self.gradient
         self.x = self.gradient = None
-        return _rows(gradient).t() @ _rows(x)
+        return self.column.gradient(x, gradient)
 
 
 class Entry:
@@ -81,7 +92,7 @@ class Entry:
         x = opened(x, flight)
         for column in columns:
             if column.weight.requires_grad:
-                ticket = Ticket(self)
+                ticket = Ticket(self, column)
                 self._later[column] = _Later.apply(column.weight, ticket), ticket  # type: ignore[no-untyped-call]
         if gathers:
             self.inside = gathered_summed(x, axis, flight, label)
@@ -93,6 +104,7 @@ class Entry:
         weight, ticket = self._later.pop(column, (column.weight, None))
         if ticket is None or x is not self.inside:
             return F.linear(x, column.weight, bias)
+        column.linears.use(column.weight)
         return _Column.apply(x, self.part, weight, bias, ticket)  # type: ignore[no-untyped-call, no-any-return]
 
     def ask(self, part: Tensor) -> None:
@@ -168,10 +180,5 @@ class _Column(torch.autograd.Function):
         ctx.ticket.x, ctx.ticket.gradient = kept, gradient
         ctx.ticket.entry.ask(kept)
         x = gradient @ weight if ctx.needs_input_grad[0] else None
-        bias = _rows(gradient).sum(dim=0) if ctx.needs_input_grad[3] else None
+        bias = rows(gradient).sum(dim=0) if ctx.needs_input_grad[3] else None
         return x, None, gradient.new_empty(1).expand(weight.shape), bias, None
-
-
-def _rows(x: Tensor) -> Tensor:
-    """[..., C] -> [rows, C]"""
-    return x.reshape(-1, x.size(-1))

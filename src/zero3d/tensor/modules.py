@@ -88,7 +88,7 @@ class RowPart:
         self.door.shut()
         if self.splits:
             x = split(x, axis, -1, f"{self.label} inputs")
-        y = F.linear(x, self.column.weight)
+        y = self.column.linear(x)
         y = reduce_scattered(y, axis, self.label) if self.scatters else reduce(y, axis, self.label, own=True)
         self.cuts.streams.leave_cut()
         return y if bias is None else y + bias

@@ -18,6 +18,7 @@ from zero3d.blueprint import Blueprint, Values
 from zero3d.config import Parallel
 from zero3d.contracts import Axis
 from zero3d.errors import ConfigError
+from zero3d.linears import Linears
 from zero3d.params import ParamInfo
 from zero3d.slicing import Slicing
 from zero3d.tensor.modules import Streams
@@ -89,12 +90,12 @@ class TensorParallel:
                     hint='Use an elementwise optimizer such as "adamw" for it, or parallel.tp = 1.',
                 )
 
-    def watch(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    def watch(self, model: nn.Module, blocks: Sequence[nn.Module], linears: Linears) -> None:
         """From now on `model` computes with parts."""
         if self.active:
             cut = [info for info in self.infos(model) if info.slicing is not None]
             self._cut_parameters = [(model.get_parameter(info.name), info) for info in cut]
-            self._wiring = Wiring(self, model, blocks)
+            self._wiring = Wiring(self, model, blocks, linears)
 
     def partial(self, shards: Sequence[Shard]) -> Partial:
         """What adds up gradients of which each rank has a part."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero3d.errors import ConfigError, UsageError
+from zero3d.linears import Linears
 from zero3d.slicing import Slicing
 from zero3d.stand_in import StandIns
 from zero3d.tensor.linear import Column, Door
@@ -45,9 +46,10 @@ class Wiring:
     summed: parameters that several ranks hold alike while each computes a part of the gradient's sum -> these ranks
     """
 
-    def __init__(self, cut: Split, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, cut: Split, model: nn.Module, blocks: Sequence[nn.Module], linears: Linears) -> None:
         self._cut = cut
         self._model = model
+        self._linears = linears
         self._blocks = {id(module) for block in blocks for module in block.modules()}
         self._stand_ins = StandIns(model)
         self._hooks: list[RemovableHandle] = [model.register_forward_pre_hook(self._shut_doors)]
@@ -56,9 +58,9 @@ class Wiring:
         if cut.sequence:
             self._refuse_sequence(blocks)
             outer = [one.path for one in cut.chosen if one.style("sequence_end") or self._is_outer_column(one)]
-        linears = [one for one in cut.chosen if one.style(*COLUMNS, *ROWS) and self._is_linear(one)]
-        for parent in dict.fromkeys(one.parent for one in linears):
-            self._wire_linears([one for one in linears if one.parent == parent])
+        layers = [one for one in cut.chosen if one.style(*COLUMNS, *ROWS) and self._is_linear(one)]
+        for parent in dict.fromkeys(one.parent for one in layers):
+            self._wire_linears([one for one in layers if one.parent == parent])
         for one in cut.chosen:
             self._wire_module(one)
         if cut.sequence:
@@ -136,7 +138,7 @@ class Wiring:
 
     def _column(self, path: str) -> Column:
         module = self._model.get_submodule(path)
-        return Column(module, transposed=is_transposed(module))
+        return Column(module, self._linears, transposed=is_transposed(module))
 
     def _wire_module(self, one: Chosen) -> None:
         module, cut = module_at(self._model, one.path), self._cut

@@ -72,6 +72,7 @@ class Lane:
         self._expected = [1] * len(bucket.slots)
         self._came = [0] * len(bucket.slots)
         self._collected: set[int] = set()
+        self._lent: set[int] = set()
         self._waiting: list[int] = []
         self._waiting_elements = 0
         self._missing = len(bucket.slots)
@@ -101,6 +102,7 @@ class Lane:
             self._parameters[index].grad = None
         self._came = [0] * len(self._came)
         self._collected.clear()
+        self._lent.clear()
         self._waiting, self._waiting_elements = [], 0
         self._missing = len(self._came)
         if first:
@@ -133,14 +135,25 @@ class Lane:
             self._missing -= 1
         return not self._missing or self._waiting_elements >= COLLECTED
 
+    def lend(self, index: int, dtype: torch.dtype) -> tuple[Tensor, bool] | None:
+        """A `Place` for the gradient of parameter `index`; None where `dtype` is another, where it is not the first of
+        a backward, or where somebody else looks at it before it is collected."""
+        if self.started or self._came[index] or index in self._lent or self._is_watched(self._parameters[index]):
+            return None
+        place = self._collecting()[index]
+        if place.dtype != dtype:
+            return None
+        self._lent.add(index)
+        return place, self._adds
+
     @torch.no_grad()
     def collect(self, *, counts: bool) -> None:
-        """Takes the gradients that are there: copied, or added to what came before. Not `counts`: they are left out."""
+        """Takes the gradients that are there: copied, or added to what came before, unless they were computed where
+        they are kept. Not `counts`: they are left out."""
         with torch._C.DisableTorchFunctionSubclass():  # parameters may be released, and guarded, by now
             copied: tuple[list[Tensor], list[Tensor]] = [], []
             added: tuple[list[Tensor], list[Tensor]] = [], []
             into = self._collecting() if counts and self._waiting else []
-            all_add = self.kept is not None and not self._first
             for index in self._waiting:
                 parameter = self._parameters[index]
                 gradient, parameter.grad = parameter.grad, None
@@ -148,11 +161,15 @@ class Lane:
                     continue
                 if gradient.layout is not torch.strided:
                     gradient = gradient.to_dense()
-                parts, gradients = added if all_add or index in self._collected else copied
-                parts.append(into[index])
-                gradients.append(gradient)
-                self._collected.add(index)
                 self.arrivals[index] += 1
+                lent = index in self._lent and index not in self._collected
+                if not (lent and address(gradient) == address(into[index])):
+                    # Of what was lent comes the sum with those before, if it comes in another place.
+                    adds = index in self._collected or (self._adds and not lent)
+                    parts, gradients = added if adds else copied
+                    parts.append(into[index])
+                    gradients.append(gradient)
+                self._collected.add(index)
             if copied[0]:
                 torch._foreach_copy_(*copied)
             if added[0]:
@@ -229,6 +246,17 @@ class Lane:
         """Where the sum over ranks lands."""
         return self.kept if self._at_once and self.kept is not None else self.landing
 
+    @property
+    def _adds(self) -> bool:
+        """Whether gradients are added to those of micro-batches before."""
+        return self.kept is not None and not self._first
+
+    @staticmethod
+    def _is_watched(parameter: nn.Parameter) -> bool:
+        """Whether the user has hooks of gradients, beside the one that collects."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > 1
+
     def _collecting(self) -> list[Tensor]:
         """Where the parameters' gradients are collected."""
         if self._parts is None:
@@ -265,6 +293,10 @@ class Reducer:
         self._last = False
         self._counts = True
         self._tasks: set[int] = set()
+
+    def place(self, lane: Lane, index: int, dtype: torch.dtype) -> tuple[Tensor, bool] | None:
+        """A `Place` for the gradient of a lane's parameter `index`."""
+        return lane.lend(index, dtype) if self._counts else None
 
     def begin(self, first: bool, last: bool, *, counts: bool = True) -> None:
         # What lands here belongs to the turn before, so `_last` is set after it.

@@ -47,6 +47,11 @@ class ZeroReplica:
             for holding, _, lane in trained
             for index, (_, parameter) in enumerate(holding.parameters)
         ]
+        self._lanes = {
+            id(parameter): (lane, index)
+            for holding, _, lane in trained
+            for index, (_, parameter) in enumerate(holding.parameters)
+        }
 
     @contextmanager
     def turn(self, stage: int, first: bool, last: bool, *, counts: bool = True) -> Iterator[None]:
@@ -66,6 +71,10 @@ class ZeroReplica:
         self._reducer.end()
         if not keep:
             self._weights.end_turn()
+
+    def place(self, parameter: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool] | None:
+        lane, index = self._lanes.get(id(parameter), (None, 0))
+        return self._reducer.place(lane, index, dtype) if self._in_turn and lane is not None else None
 
     def give_up_turn(self) -> None:
         """The backward ended with an error: the next gradient belongs to another turn."""
