@@ -57,22 +57,22 @@ Lines = dict[str, list[list[str]]]
 def rows() -> Iterator[Row]:
     for size in ("small", "medium"):
         for title, contenders, small, medium in (
-            ("level 0", "zero0 ddp ddp_norm alone", {"zero0/ddp": 1.0}, {"zero0/ddp": 1.0, "zero0/alone": 1.1}),
+            ("level 0", "zero0 ddp ddp_norm alone apart", {"zero0/ddp": 1.0}, {"zero0/ddp": 1.0, "zero0/alone": 1.1}),
             (
                 "level 1",
-                "zero1 redundancy ds1 alone",
+                "zero1 redundancy ds1 alone apart",
                 {"zero1/redundancy": 0.97, "zero1/ds1": 0.88},
                 {"zero1/redundancy": 0.95, "zero1/ds1": 0.70, "zero1/alone": 1.1},
             ),
             (
                 "level 2",
-                "zero2 fsdp2_kept ds2 alone",
+                "zero2 fsdp2_kept ds2 alone apart",
                 {"zero2/fsdp2_kept": 0.88, "zero2/ds2": 0.88},
                 {"zero2/fsdp2_kept": 0.75, "zero2/ds2": 0.75, "zero2/alone": 1.1},
             ),
             (
                 "level 3",
-                "zero3 fsdp2 ds3 alone",
+                "zero3 fsdp2 ds3 alone apart",
                 {"zero3/fsdp2": 0.88, "zero3/ds3": 0.80},
                 {"zero3/fsdp2": 0.70, "zero3/ds3": 0.75, "zero3/alone": 1.35},
             ),
@@ -90,6 +90,15 @@ def rows() -> Iterator[Row]:
         most = 0.85 if size == "small" else 0.90
         wanted = {"zero3d/torch": most, "zero3d_sequence/torch_sequence": most}
         yield Row("tensor", "tp 2", size, small_words, wanted, first=size == "small")
+    for hosts in ("2", "4"):
+        for dtype, level in ((dtype, level) for dtype in ("fp32", "bf16") for level in "123"):
+            behind = "_bf16" if dtype == "bf16" else ""
+            rivals = {"1": ["ds1"], "2": ["fsdp2_kept", "ds2"], "3": ["fsdp2", "ds3"]}[level]
+            words = ["--hosts", hosts, "--dtypes", dtype, "--levels", level]
+            wanted = {f"zero{level}{behind}/{rival}{behind}": 0.8 for rival in rivals if level != "1"}
+            title = f"{hosts} hosts at 1 Gbit/s, {dtype}, level {level}"
+            yield Row("links", title, "small", [*words, "--small"], wanted, first=False)
+            yield Row("links", title, "medium", words, wanted, first=False)
     yield Row("checkpoint", "checkpoint", "small", ["--json", "--small"])
     yield Row("checkpoint", "checkpoint", "medium", ["--json"], first=False)
     yield Row("overhead", "400 small blocks", "tiny", [], {f"zero{level}/plain": 1.25 for level in range(1, 4)})
@@ -196,7 +205,8 @@ def write(found: Lines) -> None:
         "",
         "Ratios are medians over rounds of steps of the same round, ours over theirs: below 1 is faster. Small is a "
         "GPT of 10.5 million parameters, medium one of 88 million. `alone` is one process with two threads and all of "
-        "the batch, with nothing to send: what computing costs. Each row's script says what its contenders are.",
+        "the batch, `apart` two processes that send each other nothing: what computing costs. Each row's script says "
+        "what its contenders are.",
         "",
         "![Ratios of step times](results.svg)" if picture(found) else "",
         "",
@@ -219,7 +229,7 @@ def picture(found: Lines) -> bool:
         (f"{line[0]}, {line[1]}: {line[2]}", float(line[3]))
         for some in found.values()
         for line in some
-        if line[3] != "void" and not line[2].endswith(("alone", "plain"))
+        if line[3] != "void" and not line[2].endswith(("alone", "apart", "plain"))
     ][::-1]
     if not bars:
         return PICTURE.is_file()

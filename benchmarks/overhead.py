@@ -4,7 +4,8 @@
 
 Blocks so small that nearly all of a step is bookkeeping: the worst case for hooks and buckets. Each round times one
 step of every contender in an order drawn anew; a figure is the median over rounds of the ratio of two steps of the
-same round. Plain torch is the usual loop: forward, backward, fused AdamW over all parameters.
+same round. Plain torch is the usual loop: forward, backward, fused AdamW over all parameters. `us_a_block` is what is
+slower than plain torch, by block and step, in microseconds.
 """
 
 import argparse
@@ -70,6 +71,12 @@ def main() -> None:
                 "median_ms": {name: round(statistics.median(times) * 1e3, 1) for name, times in seconds.items()},
                 "ratio_to_plain": {
                     name: round(statistics.median(a / b for a, b in zip(times, seconds["plain"])), 3)
+                    for name, times in seconds.items()
+                },
+                "us_a_block": {
+                    name: round(
+                        statistics.median(a - b for a, b in zip(times, seconds["plain"])) / options.blocks * 1e6
+                    )
                     for name, times in seconds.items()
                 },
                 "losses": {name: round(loss, 6) for name, loss in losses.items()},

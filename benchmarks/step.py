@@ -13,14 +13,14 @@ ds1 to ds3           DeepSpeed, buckets of 8e6 elements, at stage 3 live paramet
 alone                one process with as many threads as there are ranks, and all of the batch: what computing costs
 apart                each rank trains a copy of its own on its part of the batch, and sends nothing: what computing in
                      as many processes costs
-
 wire                 no training: each rank sends the others their parts of all gradients, and those of it all weights
 
-With `_bf16` behind, all but the optimizer is in bf16, and so is what travels. In each round every contender makes
-`steps` steps, in an order drawn anew (what one frees, the next may have to map again); a ratio is the median over
-rounds of two times of the same round, with its quartiles. `sent_mb` are bytes that left over the interface in use, by
-rank and step; `losses_apart` is the largest relative difference of a loss from the first contender's: beyond 1e-4
-(bf16: 1e-2) a row is void. `backward_ms` is backward's part of `apart`, behind which a link's time could hide.
+With `_compiled` behind zero0 to zero3, ddp, fsdp2 and alone, blocks are compiled; with `_bf16`, all but the optimizer
+is in bf16, and so is what travels. In each round every contender makes `steps` steps, in an order drawn anew (what one
+frees, the next may have to map again); a ratio is the median over rounds of two times of the same round, with its
+quartiles. `sent_mb` are bytes that left over the interface in use, by rank and step; `losses_apart` is the largest
+relative difference of a loss from the first contender's: beyond 1e-4 (bf16: 1e-2) a row is void. `backward_ms` is
+backward's part of `apart`, behind which a link's time could hide.
 """
 
 import argparse
@@ -63,6 +63,8 @@ RIVALS = {
     "zero3": ["fsdp2", "ds3", "alone", "apart"],
     "zero2_host": ["ds2_host", "alone"],
     "zero3_host": ["ds3_host", "alone"],
+    "zero0_compiled": ["ddp_compiled", "alone_compiled"],
+    "zero3_compiled": ["fsdp2_compiled", "alone_compiled"],
     "zero1_bf16": ["ds1_bf16"],
     "zero2_bf16": ["ds2_bf16", "fsdp2_kept_bf16"],
     "zero3_bf16": ["ds3_bf16", "fsdp2_bf16"],
@@ -78,8 +80,7 @@ BUCKET = 8_000_000
 
 def main() -> None:
     options = arguments()
-    if "RANK" not in os.environ:
-        start_ranks(options.ranks)
+    start_ranks(options.ranks)
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     contenders: dict[str, Step] = {name: made(name, options) for name in options.contenders if not absent(name)}
@@ -107,6 +108,9 @@ def arguments() -> argparse.Namespace:
 
 
 def start_ranks(ranks: int) -> None:
+    """Runs this script on so many ranks and ends; goes on where it is one of them."""
+    if "RANK" in os.environ:
+        return
     words, environment = torchrun(ranks, *sys.argv)
     sys.exit(subprocess.run(words, env=environment, check=False).returncode)
 
@@ -122,9 +126,9 @@ def surroundings(interface: str) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface, "DS_ACCELERATOR": "cpu"}
 
 
-def build(options: argparse.Namespace) -> nn.Module:
+def build(options: argparse.Namespace, how: Sequence[str] = ()) -> nn.Module:
     torch.manual_seed(0)
-    return GPT(
+    model = GPT(
         GPTConfig(
             vocabulary=options.vocabulary,
             sequence_length=options.length,
@@ -134,6 +138,9 @@ def build(options: argparse.Namespace) -> nn.Module:
             tied=False,
         )
     )
+    for block in model.blocks if "compiled" in how else ():
+        block.compile()
+    return model
 
 
 def adamw(parameters: object) -> torch.optim.Optimizer:
@@ -167,23 +174,23 @@ def engine(options: argparse.Namespace, level: int, how: Sequence[str]) -> Step:
         config["offload"] = {"optimizer": "host"}
     if "bf16" in how:
         config["precision"] = {"compute": "bf16", "reduce": "bf16"}
-    made = zero3d.Engine(build(options), next_token_loss, adamw, config)
+    made = zero3d.Engine(build(options, how), next_token_loss, adamw, config)
     return lambda batch: made.step(batch).loss
 
 
 def ddp(options: argparse.Namespace, how: Sequence[str]) -> Step:
-    model = DistributedDataParallel(build(options))
+    model = DistributedDataParallel(build(options, how))
     return plain_step(model, adamw(model.parameters()), norm="norm" in how)
 
 
 def redundancy(options: argparse.Namespace, how: Sequence[str]) -> Step:
-    model = DistributedDataParallel(build(options))
+    model = DistributedDataParallel(build(options, how))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **ADAM)
     return plain_step(model, optimizer)
 
 
 def fsdp(options: argparse.Namespace, how: Sequence[str]) -> Step:
-    model = build(options)
+    model = build(options, how)
     narrow = torch.bfloat16 if "bf16" in how else None
     settings: dict[str, Any] = {
         "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
@@ -200,7 +207,7 @@ def alone(options: argparse.Namespace, how: Sequence[str]) -> Step:
     """Rank 0 computes with everyone's threads, the others wait."""
     if dist.get_rank():
         return lambda batch: 0.0
-    model = build(options)
+    model = build(options, how)
     step = plain_step(model, adamw(model.parameters()))
 
     def with_all_threads(batch: Batch) -> float:
@@ -316,7 +323,7 @@ def measure(contenders: Mapping[str, Step], options: argparse.Namespace) -> dict
         for name in random.Random(number).sample(list(rows), len(rows)):
             dist.barrier()
             sent, began = sent_bytes(), time.perf_counter()
-            losses = [contenders[name](whole if name == "alone" else mine) for whole, mine in turns]
+            losses = [contenders[name](whole if name.startswith("alone") else mine) for whole, mine in turns]
             dist.barrier()
             seconds, sent = time.perf_counter() - began, sent_bytes() - sent
             value = torch.tensor(losses, dtype=torch.float64)
