@@ -5,24 +5,35 @@ in place  The product of a large weight's gradient goes to where gradients of mi
 later     Backward in two halves: gradients of inputs at once, those of linear layers' weights when they are asked for.
           Linear layers have nearly all of the weights' part of the work; all other gradients come with the inputs'
           half.
+
+Modules stay what they are: a hook behind the forward gives the output another way back.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules import module as all_modules
+from torch.utils.hooks import RemovableHandle
 
 from zero3d.contracts import Place
 from zero3d.recompute import in_backward
-from zero3d.stand_in import StandIns
 
 LARGE = 1 << 18
 """Elements of weights from which their gradients are computed in place."""
+
+
+@dataclass(slots=True)
+class Uses:
+    """How often one forward uses a weight: where it is more than once, its gradient is a sum that autograd makes."""
+
+    number: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +44,7 @@ class Half:
     weight: Tensor
     x: Tensor
     gradient: Tensor
+    uses: Uses
 
 
 class Linears:
@@ -43,43 +55,47 @@ class Linears:
         """Where backward puts what it leaves for later; None: it computes everything."""
         self._place: Place = _nowhere
         self._in_place: set[int] = set()
-        self._later: set[int] = set()
         self._backward = -1
-        self._used: set[int] = set()
-        self._used_again: set[int] = set()
-        self._stand_ins: list[StandIns] = []
+        self._uses: dict[int, Uses] = {}
+        self._hooks: list[RemovableHandle] = []
 
     def watch(self, model: nn.Module, place: Place, later: Sequence[nn.Module]) -> None:
         """`place` says where gradients are kept. Layers in the modules `later` can leave their half."""
-        stand_ins = StandIns(model)
         self._place = place
         owners = Counter(id(one) for module in model.modules() for one in module._parameters.values())
         leaving = {id(module) for block in later for module in block.modules()}
-        for module in list(model.modules()):
+        for module in model.modules():
             weight = module._parameters.get("weight")  # None where it is computed, as by weight_norm
             if not isinstance(module, nn.Linear) or weight is None:
                 continue
-            if weight.numel() >= LARGE and owners[id(weight)] == 1:
+            large = weight.numel() >= LARGE and owners[id(weight)] == 1
+            if large:
                 self._in_place.add(id(weight))
-            if id(module) in leaving:
-                self._later.add(id(weight))
-            if type(module).forward is nn.Linear.forward and self._has(weight):
-                stand_ins.swap(module, _Linear, _linears=self)
-        self._stand_ins.append(stand_ins)
+            if type(module).forward is nn.Linear.forward and (large or id(module) in leaving):
+                way_back = _WayBack(self)
+                handle = module.register_forward_hook(way_back, with_kwargs=True, prepend=True)
+                way_back.number = handle.id
+                self._hooks.append(handle)
 
     def close(self) -> None:
-        for one in self._stand_ins:
-            one.close()
+        for hook in self._hooks:
+            hook.remove()
         self._place = _nowhere
 
     def start_forward(self) -> None:
         """What is used from now on is used by another forward."""
-        self._used.clear()
+        self._uses = {}
 
-    def use(self, weight: Tensor) -> None:
-        """A forward uses it; a second time, its gradient is a sum that autograd makes."""
-        if not in_backward():
-            (self._used_again if id(weight) in self._used else self._used).add(id(weight))
+    def use(self, weight: Tensor) -> Uses:
+        """A forward uses it."""
+        if in_backward():  # What is computed again has been counted, or is a backward inside of another.
+            return Uses(2)
+        uses = self._uses.get(id(weight))
+        if uses is None:
+            uses = self._uses[id(weight)] = Uses()
+        else:
+            uses.number += 1
+        return uses
 
     def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """torch's own, told from others that may run inside of it, whose gradients are not for parameters."""
@@ -111,17 +127,20 @@ class Linears:
         while used:
             same = used.pop(next(iter(used)))
             first = same.pop(0)
-            total = self.product(first.owner, first.gradient, first.x)
+            total = self.product(first.owner, first.gradient, first.x, first.uses)
             while same:
                 half = same.pop(0)
                 total += rows(half.gradient).t() @ rows(half.x)
             torch.autograd.backward([first.weight], [total])
 
-    def product(self, weight: Tensor, gradient: Tensor, x: Tensor) -> Tensor:
+    def product(self, weight: Tensor, gradient: Tensor, x: Tensor, uses: Uses) -> Tensor:
         """The gradient of `weight` [out, in] for inputs `x` [..., in] and the gradient [..., out] of what they gave; or
         what it adds up to with those before, where those are kept."""
         outer, inner = rows(gradient).t(), rows(x)
-        place = self._place(weight, outer.dtype) if self._is_for_parameters(weight) else None
+        # Whether what is computed now goes from here to the parameter, and nowhere else.
+        ours = torch._C._current_graph_task_id() == self._backward and not torch.is_grad_enabled()
+        found = ours and uses.number == 1 and id(weight) in self._in_place
+        place = self._place(weight, outer.dtype) if found else None
         if place is None:
             return outer @ inner
         kept, adds = place
@@ -131,45 +150,65 @@ class Linears:
             torch.mm(outer, inner, out=kept)
         return kept.view_as(kept)  # Of its own, for autograd to take over as it is.
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """As torch's own."""
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`F.linear` without bias, and with the way back."""
+        y = F.linear(x, weight)
+        return self.with_way_back(x, weight, None, y) if id(weight) in self._in_place else y
+
+    def with_way_back(self, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> Tensor:
+        """`y`, which is F.linear(x, weight, bias): its backward goes by here. `y` itself where that is not possible."""
         # What is computed of parameters, as by weight_norm, has a graph that only one backward can go through.
         trains = torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf
-        if not trains or not self._has(weight) or _is_traced(x):
-            return F.linear(x, weight, bias)
-        self.use(weight)
-        used, owner = weight.view_as(weight), [weight]  # In a list, autograd does not look at it.
-        return _Product.apply(x, used, bias, owner, self)  # type: ignore[no-untyped-call, no-any-return]
-
-    def _has(self, weight: Tensor) -> bool:
-        return id(weight) in self._in_place or id(weight) in self._later
-
-    def _is_for_parameters(self, weight: Tensor) -> bool:
-        """Whether the gradient that is computed now goes from here to `weight`, and nowhere else."""
-        ours = torch._C._current_graph_task_id() == self._backward and not torch.is_grad_enabled()
-        return ours and id(weight) in self._in_place and id(weight) not in self._used_again
+        if not trains or not _is_plain(x, y):
+            return y
+        uses = self.use(weight)
+        used, aside = weight.view_as(weight), _Aside(weight, y.data, uses)  # Autograd does not look at it.
+        return _Product.apply(x, used, bias, aside, self)  # type: ignore[no-untyped-call, no-any-return]
 
     def _begin(self, _: Tensor) -> None:
         self._backward = torch._C._current_graph_task_id()
 
 
-class _Linear(nn.Module):
-    _linears: Linears
-    weight: Tensor
-    bias: Tensor | None
+@dataclass(frozen=True, eq=False, slots=True)
+class _Aside:
+    owner: Tensor
+    y: Tensor
+    uses: Uses
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._linears.linear(x, self.weight, self.bias)
+
+@dataclass(eq=False)
+class _WayBack:
+    """The hook of a linear layer. A copy of it, on a copy of the layer, does nothing."""
+
+    linears: Linears | None = field(repr=False)
+    number: int = -1
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, y: Tensor) -> Tensor | None:
+        if self.linears is None or torch.compiler.is_compiling():
+            return None
+        # Others may have changed what the forward gave; those of this kind change gradients as they are computed.
+        is_first = next(iter(module._forward_hooks)) == self.number and not all_modules._global_forward_hooks
+        has_old_hooks = bool(module._backward_hooks) and not module._is_full_backward_hook
+        if not is_first or has_old_hooks or "forward" in module.__dict__:
+            return None
+        x = args[0] if args else kwargs["input"]
+        weight, bias = module.weight, module.bias
+        assert isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
+        return self.linears.with_way_back(x, weight, bias, y)
+
+    def __deepcopy__(self, memo: Any) -> "_WayBack":
+        return _WayBack(None)
+
+    def __reduce__(self) -> tuple[type["_WayBack"], tuple[None]]:
+        return _WayBack, (None,)
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, owner: list[Tensor], linears: Linears
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, aside: _Aside, linears: Linears) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.linears, ctx.used, (ctx.owner,) = linears, weight, owner
-        return F.linear(x, weight, bias)
+        ctx.linears, ctx.used, ctx.owner, ctx.uses = linears, weight, aside.owner, aside.uses
+        return aside.y
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
@@ -180,9 +219,9 @@ class _Product(torch.autograd.Function):
         of_bias = flat.sum(dim=0) if ctx.needs_input_grad[2] else None
         of_weight = None
         if ctx.linears.halves is None:
-            of_weight = ctx.linears.product(ctx.owner, gradient, x)
+            of_weight = ctx.linears.product(ctx.owner, gradient, x, ctx.uses)
         else:
-            ctx.linears.halves.append(Half(ctx.owner, ctx.used, x, gradient))
+            ctx.linears.halves.append(Half(ctx.owner, ctx.used, x, gradient, ctx.uses))
         return of_x, of_weight, of_bias, None, None
 
 
@@ -191,12 +230,14 @@ def rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.size(-1))
 
 
-def _is_traced(x: Tensor) -> bool:
-    """Whether what is computed here is not what this says: compiled, in another dtype, or under torch.func."""
+def _is_plain(x: Tensor, y: Tensor) -> bool:
+    """Whether a linear layer's backward is what this module says: not in another dtype or layout, nor transformed."""
     return (
-        torch.compiler.is_compiling()
-        or torch.is_autocast_enabled(x.device.type)
-        or torch._C._are_functorch_transforms_active()
+        x.dtype == y.dtype
+        and x.layout is torch.strided
+        and not x.is_nested
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
     )
 
 

@@ -4,6 +4,8 @@ Close (1e-5): losses and weights of a plain loop that adds up the gradients of m
 large here.
 """
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -140,6 +143,53 @@ class Mapped(Plain):
         return torch.vmap(super().middle)(x)
 
 
+class OldHook(Plain):
+    """The kind of hook that is given, and gives, gradients of weights too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.register_backward_hook(lambda module, inner, outer: tuple(2 * one for one in inner))  # type: ignore[arg-type, misc]
+
+
+class InPlaceAfterwards(Plain):
+    def middle(self, x: Tensor) -> Tensor:
+        return F.relu(self.second(input=x), inplace=True)
+
+
+class HookedOutput(Plain):
+    """A hook in front of all others gives another output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added = False
+
+    def middle(self, x: Tensor) -> Tensor:
+        if not self.added:  # With the first forward, and so after the engine's own.
+            self.second.register_forward_hook(lambda module, args, output: output * 2, prepend=True)
+            self.added = True
+        return torch.tanh(self.second(x))
+
+
+class Branching(Plain):
+    """Looks at what its modules are."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        scale = {self.first: 2.0, self.second: 0.5}
+        x = torch.tanh(self.second(x)) * scale[self.second]
+        return x if type(self.second) is nn.Linear else -x
+
+
+class UsedAgainAtTimes(Plain):
+    def middle(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.second(x))
+        return torch.tanh(self.second(y)) if float(x.detach().sum()) > 0 else y
+
+
+class Sparse(Plain):
+    def middle(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.second(x) + self.second(x.detach().to_sparse()))
+
+
 class SometimesIdle(Plain):
     def middle(self, x: Tensor) -> Tensor:
         return torch.tanh(self.second(x)) if float(x.detach().sum()) > 0 else x
@@ -165,6 +215,12 @@ MODELS = (
     Checkpointed,
     Cast,
     Mapped,
+    OldHook,
+    InPlaceAfterwards,
+    HookedOutput,
+    Branching,
+    UsedAgainAtTimes,
+    Sparse,
     SometimesIdle,
     Scalar,
 )
@@ -248,11 +304,42 @@ def test_nothing_is_copied_or_added_but_small_ones() -> None:
     assert set(seen.collected) == {WIDTH}  # biases
 
 
-def test_small_weights_stay_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large ones have a hook more, until the engine is closed; copies and pickles have one that does nothing."""
     monkeypatch.setattr(linears, "LARGE", WIDTH * WIDTH)
     model = made(Plain)
-    engine = zero3d.Engine(model, loss, sgd, {}, call=lambda model, batch: model(batch["x"]))
-    kinds = {name: type(module) for name, module in engine.model.named_children()}
-    assert kinds["last"] is nn.Linear and issubclass(kinds["first"], nn.Linear) and kinds["first"] is not nn.Linear
+    engine = zero3d.Engine(model, loss, sgd, {"zero": {"level": 0}}, call=lambda model, batch: model(batch["x"]))
+    engine.step(batches()[0])
+    assert engine.model is model and {type(module) for module in model.children()} == {nn.Linear}
+    assert [name for name, module in model.named_children() if module._forward_hooks] == ["first", "second"]
+    x = torch.ones(2, WIDTH)
+    for other in (copy.deepcopy(model.second), pickle.loads(pickle.dumps(model.second))):
+        assert other(x).grad_fn.name() == "AddmmBackward0" and model.second(x).grad_fn.name() != "AddmmBackward0"
+        assert torch.equal(other(x), model.second(x))
     engine.close()
-    assert {type(module) for module in engine.model.children()} == {nn.Linear}
+    assert not any(module._forward_hooks for module in model.children())
+
+
+def test_a_model_that_is_one_layer() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(WIDTH, 1, bias=False)
+    options = {"parallel": {"micro_batch": MICRO_BATCH}}
+    engine = zero3d.Engine(layer, loss, sgd, options, call=lambda model, batch: model(batch["x"]).squeeze(-1))
+    with Seen() as seen:
+        engine.step(batches()[0])
+    assert len(seen.products) == SAMPLES / MICRO_BATCH
+
+
+def test_a_forward_of_the_users_own_changes_nothing() -> None:
+    """Beside a step, with gradients or transformed."""
+    options = {"parallel": {"micro_batch": MICRO_BATCH}, "zero": {"level": 0}}
+    engine = zero3d.Engine(made(Plain), loss, sgd, options, call=lambda model, batch: model(batch["x"]))
+    engine.step(batches()[0])
+    x = batches()[1]["x"]
+    for _ in range(2):
+        torch.autograd.grad(engine.model(x).sum(), list(engine.model.parameters()))
+    with forward_ad.dual_level():
+        assert forward_ad.unpack_dual(engine.model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent is not None
+    with Seen() as seen:
+        engine.step(batches()[0])
+    assert len(seen.products) == 3 * SAMPLES / MICRO_BATCH

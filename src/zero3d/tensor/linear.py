@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from zero3d.contracts import Axis
-from zero3d.linears import Linears, rows
+from zero3d.linears import Linears, Uses, rows
 from zero3d.tensor.regions import SEQUENCE, Flight, entered, gathered_summed, opened, start_gather
 
 
@@ -41,21 +41,22 @@ class Column:
 
     def linear(self, x: Tensor) -> Tensor:
         """Without bias."""
-        return F.linear(x, self.weight) if self.transposed else self.linears.linear(x, self.weight, None)
+        return F.linear(x, self.weight) if self.transposed else self.linears.linear(x, self.weight)
 
-    def gradient(self, x: Tensor, outer: Tensor) -> Tensor:
+    def gradient(self, x: Tensor, outer: Tensor, uses: Uses) -> Tensor:
         """Of the weight, for inputs `x` and the gradient of what they gave."""
-        return rows(outer).t() @ rows(x) if self.transposed else self.linears.product(self.weight, outer, x)
+        return rows(outer).t() @ rows(x) if self.transposed else self.linears.product(self.weight, outer, x, uses)
 
 
 class Ticket:
     """What the gradient of one weight is to be computed from."""
 
-    __slots__ = ("column", "entry", "gradient", "x")
+    __slots__ = ("column", "entry", "gradient", "uses", "x")
 
     def __init__(self, entry: "Entry", column: Column) -> None:
         self.entry = entry
         self.column = column
+        self.uses = column.linears.use(column.weight)
         self.x: Tensor | None = None
         self.gradient: Tensor | None = None
 
@@ -63,7 +64,7 @@ class Ticket:
         assert self.x is not None and self.gradient is not None
         x, gradient = self.entry.whole(self.x), self.gradient
         self.x = self.gradient = None
-        return self.column.gradient(x, gradient)
+        return self.column.gradient(x, gradient, self.uses)
 
 
 class Entry:
@@ -104,7 +105,6 @@ class Entry:
         weight, ticket = self._later.pop(column, (column.weight, None))
         if ticket is None or x is not self.inside:
             return F.linear(x, column.weight, bias)
-        column.linears.use(column.weight)
         return _Column.apply(x, self.part, weight, bias, ticket)  # type: ignore[no-untyped-call, no-any-return]
 
     def ask(self, part: Tensor) -> None:
