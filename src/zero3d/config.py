@@ -110,7 +110,7 @@ class Model(Section):
 
 
 class Data(Section):
-    source: str = "python-stdlib"
+    source: Annotated[str, Field(min_length=1)] = "python-stdlib"
     """"python-stdlib" (the running Python's source files), a text file, a folder of text, or a token file."""
     tokenizer: str = "bytes"
     """"bytes", or the path of a Hugging Face `tokenizers` JSON file."""

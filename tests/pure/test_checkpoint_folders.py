@@ -49,7 +49,7 @@ def test_one_checkpoint_is_taken_by_its_own_name(tmp_path: Path) -> None:
 
 
 def test_where_there_is_none_the_error_says_what_was_looked_at(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="there is none"):
+    with pytest.raises(DataError, match="no checkpoint is in this folder"):
         folders.newest(tmp_path)
     (tmp_path / "step-00000007").mkdir()
     with pytest.raises(DataError, match="step-00000007: no manifest"):

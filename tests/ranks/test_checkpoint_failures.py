@@ -104,7 +104,7 @@ def test_what_cannot_be_saved_is_refused_alike(tmp_path: Path) -> None:
     assert "step = -1" in texts[2] and "all, weights, trainable" in texts[3]
     assert "extra cannot be saved" in texts[4] and "extra cannot be saved" in texts[5]
     assert str(tmp_path / "file") in texts[6]
-    assert "no checkpoints" in texts[7] and "there is none" in texts[8]
+    assert "no checkpoints" in texts[7] and "no checkpoint is in" in texts[8]
     assert left(tmp_path) == ["file"]
 
 

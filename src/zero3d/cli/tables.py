@@ -47,15 +47,16 @@ def _sentences(plan: "Plan") -> dict[str, str]:
     tokens = data.global_batch * data.sequence_length
     dp = layout_of(config).dp
     ranks = f"{dp} rank{'s' * (dp > 1)}" if dp == plan.world else f"dp {dp}"
-    parts = [ranks, f"{config.parallel.micro_batch}"]
-    if config.micro_batches > 1:
-        parts.insert(1, f"{config.micro_batches} micro-batches")
+    samples, micro_batches = data.global_batch // dp, config.micro_batches
+    micro_batch = config.parallel.micro_batch or samples
+    parts = f"{ranks} x {f'{micro_batches} micro-batches x ' * (micro_batches > 1)}{micro_batch}"
+    if samples % micro_batch:  # The last one is smaller.
+        parts = f"{ranks} x {samples}, in {micro_batches} micro-batches of at most {micro_batch}"
     return {
         "model": _model(plan),
         "text": f"{data.source}: {plan.documents:,} documents, {count(plan.train_tokens)} tokens to "
         f"train on, vocabulary {plan.vocabulary:,}",
-        "step": f"{data.global_batch} samples = {' x '.join(parts)}, of {data.sequence_length} tokens: "
-        f"{tokens:,} tokens",
+        "step": f"{data.global_batch} samples = {parts}, of {data.sequence_length} tokens: {tokens:,} tokens",
         "training": f"{_steps(plan)}, {count(tokens * config.num_steps)} tokens",
         "optimizer": _optimizer(plan),
         "pipeline": _pipeline(plan),

@@ -12,7 +12,7 @@ def refuse_unheard(config: Config, optimizer: object) -> None:
     for one in choices:
         if one is not None and not isinstance(one, str) and not callable(one):
             raise UsageError(
-                f"the optimizer is a {type(one).__name__}",
+                f"the optimizer is an object of class {type(one).__name__}",
                 hint="Give a function of parameters, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1).",
             )
     if any(one is None or isinstance(one, str) for one in choices):

@@ -205,6 +205,7 @@ class ModelStage:
         loss, count = result if isinstance(result, tuple) else (result, 1)
         if not isinstance(loss, Tensor) or loss.dim():
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            what += " as the first of the two" if isinstance(result, tuple) else ""
             raise UsageError(
                 f"the loss function returned {what}",
                 hint="It must return (sum over the counted targets, their number), or one mean: a 0-dim tensor.",
