@@ -101,10 +101,10 @@ def newest(folder: str | os.PathLike[str] | Url) -> Found:
 
 def none_in(folder: Place, skipped: list[str]) -> DataError:
     """What to say where no checkpoint can be used."""
-    hint = "Begin anew, or give another folder."
     if not skipped:
-        return DataError("no checkpoint is in this folder", where=str(folder), hint=hint)
-    return DataError(f"no whole checkpoint: {'; '.join(skipped)}", where=str(folder), hint=hint)
+        return DataError("no checkpoint is in this folder", where=str(folder), hint="Begin anew, or give another.")
+    why = "; ".join(skipped)
+    return DataError(f"no whole checkpoint: {why}", where=str(folder), hint="Begin anew, or give another folder.")
 
 
 def keep(folder: Somewhere, *, last: int, every: int = 0, newest: str | None = None) -> list[Somewhere]:
