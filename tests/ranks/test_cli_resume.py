@@ -258,6 +258,17 @@ def test_with_nothing_to_go_on_from_it_begins_and_says_so(folder: Path) -> None:
     assert checkpoints(folder) == ["step-00000002", "step-00000003"], "and after the last step"
 
 
+def test_what_a_start_has_done_is_told_apart_from_all_of_the_run(folder: Path) -> None:
+    """And what to try next begins in a folder of its own, where there is nothing to go on with."""
+    run(folder, "run.stop_after=5")
+    words = ("--set", FOREVER, "--set", "run.stop_after=8", "--set", "parallel.dp=2", "--resume")
+    done = zero3d(folder, "train", "tiny.toml", *words)
+    assert done.returncode == 0, done.stderr
+    assert "Done  3 steps (8 in all)" in done.stdout
+    following = [line for line in done.stdout.splitlines() if line.strip().startswith("zero3d train")]
+    assert following and not any("--resume" in line for line in following)
+
+
 def test_a_damaged_checkpoint_is_left_out_and_named(folder: Path) -> None:
     """A byte of the newest has changed: the one before it is taken, and what followed is made again, alike."""
     run(folder, "run.stop_after=6")

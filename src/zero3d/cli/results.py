@@ -27,14 +27,15 @@ BITS_BAR, LOSS_LINE = 24, 48
 
 
 def how_it_went(summary: "Summary", losses: Sequence[float]) -> Text:
-    """Steps, time and speed, and the course of the loss."""
-    data = summary.plan.config.data
-    tokens = data.global_batch * data.sequence_length * summary.steps
+    """Steps, time and speed of this start, and the course of the loss."""
+    data, steps = summary.plan.config.data, len(losses)
+    tokens = data.global_batch * data.sequence_length * steps
+    in_all = f" ({summary.steps:,} in all)" if steps < summary.steps else ""
     scale, unit = loss_unit(summary.plan)
     split = f"on average {split_text(summary.offload)}" if summary.offload else ""
     return Text.assemble(
         ("Done  ", "bold green"),
-        f"{summary.steps:,} steps, {count(tokens)} tokens in {seconds(summary.seconds)}, "
+        f"{steps:,} steps{in_all}, {count(tokens)} tokens in {seconds(summary.seconds)}, "
         f"{summary.tokens_per_second:,.0f} tokens/s\n",
         ("Loss  ", "bold"),
         f"{losses[0] * scale:.3f} ",

@@ -36,6 +36,8 @@ def suggestions(options: Options, plan: "Plan") -> list[Suggestion]:
         config = Config.load(options.config, options.settings)
     except Zero3dError:  # the file has changed since
         return []
+    # In a new folder there is nothing to go on with.
+    options = replace(options, more=tuple(one for one in options.more if one not in ("--resume", "--allow-missing")))
     found: list[Suggestion] = []
     for one in _ideas(options, config, plan):
         if one is not None:
