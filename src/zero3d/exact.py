@@ -61,9 +61,11 @@ def sum_of_squares(norms: Tensor) -> Tensor:
 
 
 def _by_exponent(at: Tensor, squares: Tensor) -> Tensor:
-    if torch.are_deterministic_algorithms_enabled() or is_fake(at):
-        # No order of these integers changes a bit, but torch refuses a GPU's bincount all the same; so it does where
-        # how many bins there are would hang on values.
+    if is_fake(at):  # How many bins bincount makes would hang on values; this makes as much.
+        made = torch.zeros(len(_EXPONENTS), dtype=squares.dtype, device=at.device)
+        return made.index_add_(0, at, squares).to(torch.int64)
+    if torch.are_deterministic_algorithms_enabled():
+        # No order of these integers changes a bit, but torch refuses a GPU's bincount all the same.
         sums = torch.zeros(len(_EXPONENTS), dtype=torch.int64, device=at.device)
         return sums.index_add_(0, at.to(torch.int64), squares.to(torch.int64))
     return torch.bincount(at, weights=squares, minlength=len(_EXPONENTS)).to(torch.int64)
