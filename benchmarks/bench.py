@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -200,8 +201,8 @@ def write(found: Lines) -> None:
     text = [
         "# Measured",
         "",
-        f"By `make bench-full` or parts of it, on {cpu()}, {os.cpu_count()} cores, without a GPU; Python "
-        f"{platform.python_version()}, {versions}; gloo over loopback, two ranks of one thread.",
+        f"By `make bench-full` or parts of it, last on {date.today()}, on {cpu()}, {os.cpu_count()} cores, without a "
+        f"GPU; Python {platform.python_version()}, {versions}; gloo over loopback, two ranks of one thread.",
         "",
         "Ratios are medians over rounds of steps of the same round, ours over theirs: below 1 is faster. Small is a "
         "GPT of 10.5 million parameters, medium one of 88 million. `alone` is one process with two threads and all of "
