@@ -23,6 +23,7 @@ from zero3d.comm.mesh import open_mesh
 from zero3d.config import Parallel
 from zero3d.initial import draw
 from zero3d.layout import Layout
+from zero3d.linears import Linears
 from zero3d.params import ParamInfo
 from zero3d.tensor.split import TensorParallel, split
 
@@ -224,7 +225,7 @@ def cut(case: Case, axis: Any) -> tuple[Net, TensorParallel]:
     model: Any = blueprint.model
     for name, parameter in model.named_parameters():
         blueprint.fill(name, parameter.data)
-    tensor.watch(model, [])
+    tensor.watch(model, [], Linears())
     return model, tensor
 
 
