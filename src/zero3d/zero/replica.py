@@ -42,16 +42,12 @@ class ZeroReplica:
         self._in_turn = False
         self._before_gradient: Callable[[], None] = _nothing
         # Autograd holds what these hooks hold where Python's collector cannot see it: `close` lets go.
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._arrival(lane, index))
-            for holding, _, lane in trained
-            for index, (_, parameter) in enumerate(holding.parameters)
-        ]
-        self._lanes = {
-            id(parameter): (lane, index)
-            for holding, _, lane in trained
-            for index, (_, parameter) in enumerate(holding.parameters)
-        }
+        self._hooks = []
+        self._lanes: dict[int, tuple[Lane, int]] = {}
+        for holding, _, lane in trained:
+            for index, (_, parameter) in enumerate(holding.parameters):
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._arrival(lane, index)))
+                self._lanes[id(parameter)] = (lane, index)
 
     @contextmanager
     def turn(self, stage: int, first: bool, last: bool, *, counts: bool = True) -> Iterator[None]:
@@ -73,8 +69,8 @@ class ZeroReplica:
             self._weights.end_turn()
 
     def place(self, parameter: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool] | None:
-        lane, index = self._lanes.get(id(parameter), (None, 0))
-        return self._reducer.place(lane, index, dtype) if self._in_turn and lane is not None else None
+        lane = self._lanes.get(id(parameter))
+        return self._reducer.place(*lane, dtype) if self._in_turn and lane else None
 
     def give_up_turn(self) -> None:
         """The backward ended with an error: the next gradient belongs to another turn."""
