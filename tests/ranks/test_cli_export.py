@@ -121,14 +121,14 @@ def test_a_flipped_bit_is_found_by_verify_and_by_export(folder: Path) -> None:
     ("words", "told"),
     [
         (["export", "none", "hf"], ["there are no checkpoints", "none", "Give the folder"]),
-        (["export", "out/tokens", "hf"], ["no whole checkpoint", "out/tokens"]),
+        (["export", "out/tokens", "hf"], ["no checkpoint is in this folder", "out/tokens", "Give one that holds some"]),
         (["export", "out/config.toml", "hf"], ["there are no checkpoints", "out/config.toml"]),
         (["export", "out", "out"], ["not empty", "out", "Name a new one"]),
         (["export", "out", "hf", "--dtype", "int4"], ["--dtype int4", "fp32, bf16, fp16"]),
         (["export", "out", "hf", "--format", "gguf"], ["--format gguf", "safetensors, torch"]),
         (["export", "out", "hf", "--max-shard-size", "5"], ["--max-shard-size 5", "5GB"]),
         (["show", "checkpoint", "none"], ["there are no checkpoints", "none", "Give the folder"]),
-        (["show", "checkpoint", "out/tokens"], ["no whole checkpoint", "out/tokens"]),
+        (["show", "checkpoint", "out/tokens"], ["no checkpoint is in this folder", "out/tokens", "Give one that holds some"]),
     ],
 )
 def test_what_cannot_be_done_leaves_with_2(trained: Path, words: list[str], told: list[str]) -> None:
