@@ -3,11 +3,11 @@
     make bench         about 20 minutes: a model of 10 million parameters, and the rows of 88 million that matter most
     make bench-full    everything, of both sizes
 
-    python benchmarks/bench.py [--full] [--only step tensor ...] [--rounds 8]
+    python benchmarks/bench.py [--full] [--only step tensor ...] [--rows "level 1, small" ...] [--rounds 8]
 
 Each row is one run of one of the scripts beside this one, in which all contenders take turns; see there for what they
 are. A row is void where losses disagree. DeepSpeed takes part where it is installed (`make bench-install`). With
---only, the rows of other scripts stay as they were measured before.
+--only and --rows, all other rows stay as they were measured before.
 """
 
 import argparse
@@ -117,11 +117,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--only", nargs="+", default=[], help="scripts, by name")
+    parser.add_argument("--rows", nargs="+", default=[""], help="parts of their names")
     parser.add_argument("--rounds", type=int, help="in place of each script's own number")
     options = parser.parse_args()
     RUNS.mkdir(parents=True, exist_ok=True)
-    found: Lines = json.loads(KEPT.read_text(encoding="utf-8")) if options.only and KEPT.is_file() else {}
-    chosen = [row for row in rows() if (options.full or row.first) and row.script in (options.only or [row.script])]
+    chosen = [
+        row
+        for row in rows()
+        if (options.full or row.first)
+        and row.script in (options.only or [row.script])
+        and any(part in row.name for part in options.rows)
+    ]
+    keeps = KEPT.is_file() and (options.only or options.rows != [""])
+    found: Lines = json.loads(KEPT.read_text(encoding="utf-8")) if keeps else {}
     failed = 0
     for number, row in enumerate(chosen, start=1):
         print(f"[{number}/{len(chosen)}] {row.name} ...", flush=True)

@@ -8,7 +8,7 @@ are gathered, `torch_sequence` with SequenceParallel; `plain` is one process, an
 make the same update on the same batch: fp32, fused AdamW, no clipping; zero3d reports the gradient norm as well.
 
 In each round every contender makes one step, in an order drawn anew; a figure is the median over rounds of the ratio
-of two steps of the same round. A contender whose losses are not those of `plain` is void.
+of two steps of the same round, `ratios` are its quartiles. A contender whose losses are not those of `plain` is void.
 All of them together take 9 GB on two ranks.
 """
 
@@ -176,24 +176,28 @@ def measure(
 def summary(
     options: argparse.Namespace, seconds: dict[str, list[float]], losses: dict[str, list[float]]
 ) -> dict[str, object]:
-    def ratio(one: str, other: str) -> float:
-        return round(statistics.median(a / b for a, b in zip(seconds[one], seconds[other])), 3)
+    def ratios(one: str, other: str) -> list[float]:
+        return [a / b for a, b in zip(seconds[one], seconds[other])]
 
     apart = {name: max(abs(a / b - 1) for a, b in zip(row, losses["plain"])) for name, row in losses.items()}
     void = [name for name, most in apart.items() if not most <= TOLERANCE]
+    pairs = {f"{one}/{other}": ratios(one, other) for one, other in RIVALS if one not in void and other not in void}
     return {
         "benchmark": "tensor",
         "parameters": sum(parameter.numel() for parameter in build(options).parameters()),
         **vars(options),
         "torch": torch.__version__,
         "median_ms": {name: round(statistics.median(times) * 1e3, 1) for name, times in seconds.items()},
-        "ratio": {
-            f"{one}/{other}": ratio(one, other) for one, other in RIVALS if one not in void and other not in void
-        },
+        "ratio": {pair: round(statistics.median(found), 3) for pair, found in pairs.items()},
+        "ratios": {pair: quartiles(found) for pair, found in pairs.items()},
         "void": void,
         "loss": round(losses["plain"][-1], 6),
         "losses_apart": {name: float(f"{most:.1e}") for name, most in apart.items()},
     }
+
+
+def quartiles(found: list[float]) -> list[float]:
+    return [round(one, 3) for one in statistics.quantiles(found, n=4)] if len(found) > 1 else found
 
 
 if __name__ == "__main__":

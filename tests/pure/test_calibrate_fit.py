@@ -60,17 +60,19 @@ MEASURED = Measured(
 
 @pytest.mark.parametrize("half", [0, 8, 60, 300])
 def test_products_that_follow_the_formula_give_its_numbers(half: float) -> None:
-    """`half` is tried in steps of a tenth."""
-    rate = fit.products(products({"fp32": 60e9, "bf16": 9e9}, half))
-    assert rate.half == pytest.approx(half, rel=0.06)
-    assert rate.peaks == pytest.approx({"fp32": 60e9, "bf16": 9e9}, rel=0.06)
-    assert rate.error < 0.15
+    """`half` is tried in steps of a tenth; each dtype has its own."""
+    rates = fit.products([*products({"fp32": 60e9}, half), *products({"bf16": 9e9}, 2 * half)])
+    assert {dtype: one.half for dtype, one in rates.items()} == pytest.approx(
+        {"fp32": half, "bf16": 2 * half}, rel=0.06
+    )
+    assert {dtype: one.peak for dtype, one in rates.items()} == pytest.approx({"fp32": 60e9, "bf16": 9e9}, rel=0.06)
+    assert all(one.error < 0.15 for one in rates.values())
 
 
 def test_a_few_products_are_enough() -> None:
     """A machine on which the second size of a dtype would take too long has measured one."""
-    rate = fit.products([Product(dtype="fp32", m=64, n=64, k=64, flops=5e9)])
-    assert rate.peaks["fp32"] > 4.99e9
+    rates = fit.products([Product(dtype="fp32", m=64, n=64, k=64, flops=5e9)])
+    assert rates["fp32"].peak > 4.99e9
 
 
 def test_a_line_needs_a_message_and_survives_noise() -> None:
@@ -85,6 +87,11 @@ def test_a_profile_has_what_was_measured() -> None:
     assert device.flops == pytest.approx({"fp32": 60e9, "bf16": 9e9, "fp16": 50e9}, rel=0.06)
     assert (device.memory, device.bandwidth, device.launch) == (4e9, 10e9, 2e-6)
     assert (device.rates.matrix, device.rates.moving) == (1.0, 0.6)
+    assert device.rates.streaming == pytest.approx(3e8 * 28 / 4 / 10e9) and device.streamed(2.1e9) == pytest.approx(1)
+    assert device.rates.streaming == pytest.approx(3e8 * 28 / 4 / 10e9) and device.streamed(2.1e9) == pytest.approx(1)
+    assert device.rates.hidden == 0.001, "no core is left to send while all compute"
+    spare = cluster_of(replace(MEASURED, machine=replace(MACHINE, cores=8)))
+    assert spare.device.rates.hidden == hardware.PRESETS["CPU"].device.rates.hidden
     assert device.rates.attention == pytest.approx(0.4, rel=0.06)
     assert (cluster.inside.latency, cluster.inside.bandwidth) == pytest.approx((3e-5, 2e9)), "a ring of 4 has 3 steps"
     assert device.rates.link == pytest.approx(0.5), "what groups of four reach of it"

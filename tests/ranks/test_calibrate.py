@@ -14,7 +14,7 @@ from zero3d.calibrate.measured import Effort, Measured
 from zero3d.calibrate.profile import cluster_of
 from zero3d.planner import hardware
 
-TINY = Effort(seconds=0.05, dims=(8, 16), skinny=(2, 32), messages=(64, 4096), elements=1 << 12)
+TINY = Effort(seconds=0.05, dims=(8, 16), skinny=(2, 32), messages=(64, 4096), elements=1 << 12, held=1 << 13)
 
 
 def _measured(per_node: int) -> tuple[Measured, list[tuple[str, float]]]:

@@ -128,7 +128,10 @@ def test_a_flipped_bit_is_found_by_verify_and_by_export(folder: Path) -> None:
         (["export", "out", "hf", "--format", "gguf"], ["--format gguf", "safetensors, torch"]),
         (["export", "out", "hf", "--max-shard-size", "5"], ["--max-shard-size 5", "5GB"]),
         (["show", "checkpoint", "none"], ["there are no checkpoints", "none", "Give the folder"]),
-        (["show", "checkpoint", "out/tokens"], ["no checkpoint is in this folder", "out/tokens", "Give one that holds some"]),
+        (
+            ["show", "checkpoint", "out/tokens"],
+            ["no checkpoint is in this folder", "out/tokens", "Give one that holds some"],
+        ),
     ],
 )
 def test_what_cannot_be_done_leaves_with_2(trained: Path, words: list[str], told: list[str]) -> None:

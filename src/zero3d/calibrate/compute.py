@@ -54,12 +54,21 @@ def stream(bench: Bench, elements: int) -> float:
     return 12 * elements / bench.seconds(lambda: torch.add(left, right, out=out))
 
 
-def moving(bench: Bench, elements: int) -> float:
-    """Bytes/s of what a block does beside its products: a norm and an activation function read fp32 and write it."""
+def moving(bench: Bench, elements: int, held: int) -> float:
+    """Bytes/s of what a block does beside its products: norms and activation functions read fp32 `elements` and write
+    as many. What they give is kept until about `held` elements are there, as for a backward, and then dropped: a CPU's
+    allocator has to ask the system for most of it again."""
     rows = max(elements // NORMED, 1)
     x = _filled((rows, NORMED), torch.float32, bench.device)
-    seconds = bench.seconds(lambda: F.layer_norm(x, (NORMED,))) + bench.seconds(lambda: F.gelu(x))
-    return 2 * 8 * rows * NORMED / seconds
+    pairs = max(held // (2 * x.numel()), 1)
+
+    def chain() -> None:
+        kept = [x]
+        for _ in range(pairs):
+            kept.append(F.layer_norm(kept[-1], (NORMED,)))
+            kept.append(F.gelu(kept[-1]))
+
+    return 2 * pairs * 8 * x.numel() / bench.seconds(chain)
 
 
 def launch(bench: Bench) -> float:

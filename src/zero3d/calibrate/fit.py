@@ -11,40 +11,39 @@ HALVES = [0.0, *(round(1.1**power, 3) for power in range(75))]
 
 
 class Rate(NamedTuple):
-    """Products of dims m, n, k run at peak / ((1 + half/m) (1 + half/n) (1 + half/k)). peaks: FLOP/s by dtype; error:
-    the largest relative one of a product of some size."""
+    """Products of dims m, n, k run at peak / ((1 + half/m) (1 + half/n) (1 + half/k)). peak: FLOP/s; error: the largest
+    relative one of a product of some size."""
 
-    peaks: dict[str, float]
+    peak: float
     half: float
     error: float
 
 
-def products(found: Sequence[Product]) -> Rate:
-    """One `half` for all dtypes, and a peak for each: those with the least sum of squared relative errors, where a
-    product counts by what it reads and writes, as large ones take most of a step.
+def products(found: Sequence[Product]) -> dict[str, Rate]:
+    """By dtype: peak and `half` with the least sum of squared relative errors, where a product counts by what it reads
+    and writes, as large ones take most of a step.
 
     >>> rate = lambda dim: 8e9 / (1 + 32 / dim) ** 3
     >>> fitted = products([Product(dtype="fp32", m=dim, n=dim, k=dim, flops=rate(dim)) for dim in (64, 256, 1024)])
-    >>> 30 < fitted.half < 35, round(fitted.peaks["fp32"] / 1e9)
+    >>> 30 < fitted["fp32"].half < 35, round(fitted["fp32"].peak / 1e9)
     (True, 8)
     """
-    tried = [_with_half(found, half) for half in HALVES]
-    return min(tried, key=lambda one: one[0])[1]
+    rates: dict[str, Rate] = {}
+    for dtype in dict.fromkeys(one.dtype for one in found):
+        mine = [one for one in found if one.dtype == dtype]
+        tried = [_with_half(mine, half) for half in HALVES]
+        rates[dtype] = min(tried, key=lambda one: one[0])[1]
+    return rates
 
 
 def _with_half(found: Sequence[Product], half: float) -> tuple[float, Rate]:
-    """(the sum of errors, the best peaks with this `half`)."""
-    peaks, errors, summed = {}, [0.0], 0.0
-    for dtype in dict.fromkeys(one.dtype for one in found):
-        mine = [one for one in found if one.dtype == dtype]
-        logs = [log(one.flops) + _lost(one, half) for one in mine]
-        weights = [(one.m * one.n * one.k) ** (2 / 3) for one in mine]
-        peak = sum(weight * value for weight, value in zip(weights, logs, strict=True)) / sum(weights)
-        peaks[dtype] = exp(peak)
-        offs = [value - peak for value in logs]
-        summed += sum(weight * off**2 for weight, off in zip(weights, offs, strict=True)) / sum(weights)
-        errors += [abs(exp(off) - 1) for off in offs]
-    return summed, Rate(peaks, half, max(errors))
+    """(the sum of errors, the best peak with this `half`)."""
+    logs = [log(one.flops) + _lost(one, half) for one in found]
+    weights = [(one.m * one.n * one.k) ** (2 / 3) for one in found]
+    peak = sum(weight * value for weight, value in zip(weights, logs, strict=True)) / sum(weights)
+    offs = [value - peak for value in logs]
+    summed = sum(weight * off**2 for weight, off in zip(weights, offs, strict=True)) / sum(weights)
+    return summed, Rate(exp(peak), half, max(abs(exp(off) - 1) for off in offs))
 
 
 def _lost(one: Product, half: float) -> float:

@@ -49,7 +49,9 @@ def measure(effort: Effort, machine: Machine, progress: Progress) -> Measured:
     next_is("attention")
     attention = compute.attention(bench, "fp32" if mesh.device.type == "cpu" else "bf16", effort.dims[-1])
     next_is("memory")
-    stream, moving = compute.stream(bench, effort.elements), compute.moving(bench, effort.elements)
+    stream = compute.stream(bench, effort.elements)
+    given = effort.given if machine.kind == "cpu" else effort.elements
+    moving = compute.moving(bench, given, effort.held)
     next_is("the smallest operation")
     launch = compute.launch(bench)
     found_messages = tuple(messages())

@@ -18,7 +18,9 @@ class Effort:
     """How large what is measured is, and how long each number may take.
 
     seconds: of all numbers together, about. dims: of square matrices; skinny: rows of a product with the largest dim
-    that few tokens make. messages: bytes. elements: of arrays that are read and written, and updated by AdamW.
+    that few tokens make. messages: bytes. elements: of arrays that are read and written, and updated by AdamW;
+    given: of what an operation of a model gives, and held: of all that is kept for a while, on a CPU, whose caches and
+    allocator make much of both.
     """
 
     seconds: float = 20.0
@@ -26,6 +28,8 @@ class Effort:
     skinny: tuple[int, ...] = (16, 128)
     messages: tuple[int, ...] = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 24)
     elements: int = 1 << 23
+    given: int = 1 << 18
+    held: int = 1 << 26
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
     longest: float = 1.0
     """Seconds: larger products of a dtype that would take so long are left out."""
@@ -79,10 +83,10 @@ class Machine:
 class Measured:
     """All numbers: of one rank, but for `update`, which is of all ranks of a node together.
 
-    attention: FLOP/s of fused attention; stream: bytes/s of a sum of two large arrays; moving: bytes/s of a norm and an
-    activation function; launch: seconds of the smallest operation, with autograd; update: parameters/s of AdamW on the
-    host; copy: bytes/s from device to host. spread: of repeated timings, the median of (upper - lower quartile) /
-    median.
+    attention: FLOP/s of fused attention; stream: bytes/s of a sum of two large arrays; moving: bytes/s of norms and
+    activation functions; launch: seconds of the smallest operation, with autograd; update: parameters/s
+    of AdamW on the host; copy: bytes/s from device to host. spread: of repeated timings, the median of (upper - lower
+    quartile) / median.
     """
 
     machine: Machine

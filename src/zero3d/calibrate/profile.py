@@ -14,26 +14,33 @@ UNSTEADY = 0.25
 """A spread of repeated timings above it is worth a word."""
 SLOW_16_BIT = 0.5
 """Of the fp32 rate: below it 16-bit products cost more than they save."""
+UPDATED = 28
+"""Bytes of a parameter that `host.update` reads and writes."""
 LEAST_PART = 1e-3
 COLLECTIVES = ("all-gather", "reduce-scatter")
 
 
 def cluster_of(measured: Measured) -> Cluster:
     """What the planner takes. What nobody measured (links of one rank, links between nodes) is as the notes say."""
-    machine, rate = measured.machine, fit.products(measured.products)
+    machine, products = measured.machine, fit.products(measured.products)
     preset = PRESETS["CPU"]
     inside, across, reached = _links(measured, preset)
     rates = {
         "matrix": 1.0,
-        "half": rate.half,
-        "attention": _part(measured.attention / rate.peaks["fp32" if machine.kind == "cpu" else "bf16"]),
+        "half": products.get("fp32", next(iter(products.values()))).half,
+        "halves": {dtype: one.half for dtype, one in products.items()},
+        "attention": _part(measured.attention / products["fp32" if machine.kind == "cpu" else "bf16"].peak),
         "moving": _part(measured.moving / measured.stream),
         **reached,
     }
+    if machine.kind == "cpu":  # There the host's update is the device's.
+        rates["streaming"] = _part(measured.update * UPDATED / machine.per_node / measured.stream)
+        if machine.threads * machine.per_node >= machine.cores:  # What sends takes the time of what computes.
+            rates["hidden"] = LEAST_PART
     return Cluster(
         device=Device(
             name=machine.device,
-            flops=rate.peaks,
+            flops={dtype: one.peak for dtype, one in products.items()},
             memory=machine.memory,
             bandwidth=measured.stream,
             launch=measured.launch,
@@ -77,11 +84,12 @@ def notes(measured: Measured) -> list[str]:
 
 
 def _notes(measured: Measured) -> Iterator[str]:
-    machine, rate = measured.machine, fit.products(measured.products)
+    machine = measured.machine
+    peaks = {dtype: one.peak for dtype, one in fit.products(measured.products).items()}
     slow = {
-        dtype: rate.peaks["fp32"] / peak
-        for dtype, peak in rate.peaks.items()
-        if "fp32" in rate.peaks and peak < SLOW_16_BIT * rate.peaks["fp32"]
+        dtype: peaks["fp32"] / peak
+        for dtype, peak in peaks.items()
+        if "fp32" in peaks and peak < SLOW_16_BIT * peaks["fp32"]
     }
     if slow:
         told = " and ".join(f"{dtype} {times:.0f} times" for dtype, times in slow.items())
@@ -89,7 +97,7 @@ def _notes(measured: Measured) -> Iterator[str]:
             f"Products are slower than in fp32: {told}, as this {_kind(measured)} has no instructions for them; "
             'precision.compute = "fp32" is faster here.'
         )
-    missing = [dtype for dtype in ("fp32", "bf16", "fp16") if dtype not in rate.peaks]
+    missing = [dtype for dtype in ("fp32", "bf16", "fp16") if dtype not in peaks]
     if missing:
         yield f"Products in {' and '.join(missing)} were not measured."
     if not _messages(measured, across=False):

@@ -102,7 +102,8 @@ def newest(folder: str | os.PathLike[str] | Url) -> Found:
 def none_in(folder: Place, skipped: list[str]) -> DataError:
     """What to say where no checkpoint can be used."""
     if not skipped:
-        return DataError("no checkpoint is in this folder", where=str(folder), hint="Give one that holds some, or begin anew.")
+        hint = "Give one that holds some, or begin anew."
+        return DataError("no checkpoint is in this folder", where=str(folder), hint=hint)
     why = "; ".join(skipped)
     return DataError(f"no whole checkpoint: {why}", where=str(folder), hint="Begin anew, or give another folder.")
 

@@ -12,7 +12,7 @@ has changed anything. Until all have read, a rank has room for as much as it wil
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class Loaded:
     step: int
     what: What
     extra: Mapping[str, Any]
-    config: Mapping[str, Any]
+    config: Mapping[str, Any] = field(repr=False)
     layout: Sizes
     learning_rate: float
     params: int

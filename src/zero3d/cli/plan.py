@@ -15,6 +15,7 @@ import typer
 
 from zero3d.cli.options import AllowCode, AsJson
 from zero3d.cli.reporting import reporting_errors
+from zero3d.cli.style import size
 from zero3d.config import Config
 from zero3d.errors import UsageError
 from zero3d.planner.hardware import Cluster, find
@@ -257,7 +258,7 @@ def config_text(outcome: Outcome) -> str:
     told = [
         f"zero3d plan of {outcome.asked.name} on {outcome.aim.devices} x {outcome.aim.cluster.device.name}:",
         f"{time.tokens_per_second:,.0f} tokens/s, {time.seconds:.3g} s a step, MFU {time.mfu:.1%}, "
-        f"{best.footprint.total / 1e9:.3g} GB on a device",
+        f"{size(best.footprint.total)} on a device",
         *outcome.asked.notes,
     ]
     return "".join(f"# {line}\n" for line in told) + "\n" + write_toml(sections, {})
@@ -295,22 +296,24 @@ def _tell(outcome: Outcome, out: Path | None, *, as_json: bool) -> None:
 
 def nothing_fits(outcome: Outcome) -> UsageError:
     """With the least that would."""
+    from zero3d.planner.judge import HOST_RESERVE
+
     aim, least = outcome.aim, outcome.least
     where = f"{aim.devices} x {aim.cluster.device.name}"
     if least is None:
         return UsageError(
             f"no layout of {outcome.asked.name} is possible on {where}", hint="The rejected ones say why."
         )
-    needed, there = least.footprint.total / 1e9, aim.memory / 1e9
-    host = least.footprint.host_bytes * min(aim.cluster.per_node, aim.devices) / 1e9
-    hosts = f" and {host:.3g} GB of each machine's memory" if host else ""
-    ways = [f"{what} ({found.footprint.total / 1e9:.3g} GB a device)" for what, found in outcome.ways]
+    needed, there = least.footprint.total, aim.memory
+    host = least.footprint.host_bytes * min(aim.cluster.per_node, aim.devices)
+    hosts = f" and {size(host)} of each machine's memory" if host else ""
+    ways = [f"{what} ({size(found.footprint.total)} a device)" for what, found in outcome.ways]
     if needed > there:
-        ways.append(f"devices of {needed / (there / (aim.cluster.device.memory / 1e9)):.3g} GB")
+        ways.append(f"devices of {size(needed * aim.cluster.device.memory / there)}")
     if not least.fits_host:
-        ways.append(f"machines of {host / 0.9:.3g} GB of memory (--host-memory)")
+        ways.append(f"machines of {size(host / (1 - HOST_RESERVE))} of memory (--host-memory)")
     return UsageError(
-        f"nothing fits {where}: the least, {_words(least)}, takes {needed:.3g} GB of a device's {there:.3g}{hosts}",
+        f"nothing fits {where}: the least, {_words(least)}, takes {size(needed)} of a device's {size(there)}{hosts}",
         hint="What would do: " + "; ".join(ways) + "." if ways else "Nothing that was tried would do.",
     )
 

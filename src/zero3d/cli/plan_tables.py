@@ -16,12 +16,19 @@ from zero3d.planner.sending import Sent
 SHOWN = 6
 """Of the rejected, for each reason."""
 
+LEGEND = (
+    "level: of ZeRO, and how often gradients are reduced; batch: micro-batches x samples of one; again: what backward "
+    "computes once more; host: what is kept there. memory: of the rank that holds most; bubble: idle in the pipeline, "
+    "of the time that it computes; exposed: traffic that nothing hides, of a step; sent, calls: of a rank in a step."
+)
+
 
 def parts(outcome: Outcome) -> Iterator[PlainTable | str]:
     """From the plans down to what was assumed."""
     plans = outcome.found.plans
     if plans:
         yield _plans(outcome)
+        yield LEGEND
         yield _memory(outcome)
         yield _where_time_goes(plans[0])
         yield _neighbours(outcome)

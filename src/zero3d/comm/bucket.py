@@ -85,6 +85,11 @@ class Bucket:
     def shard_numel(self) -> int:
         return self.numel // self.ranks
 
+    @cached_property
+    def make_up(self) -> tuple[tuple[int, int], ...]:
+        """Where its slots are, and how large: buckets of one make-up have padding in the same places."""
+        return tuple((slot.offset, slot.numel) for slot in self.slots)
+
     def shard(self, rank: int) -> slice:
         return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 

@@ -13,6 +13,8 @@ from zero3d.planner.run import Run
 from zero3d.planner.speed import BYTES, PartSeconds
 from zero3d.planner.workload import Part, Workload
 
+IN_PLACE = 1 << 18
+"""Elements, as `zero3d.linears` has them."""
 MASTER_AND_MOMENTS = 12
 """Bytes that AdamW reads, and writes, of each parameter beside its weight and gradient."""
 
@@ -92,13 +94,16 @@ class OverDp:
         return seconds - self.cluster.device.rates.hidden * min(seconds, computing)
 
     def adding(self, parts: Sequence[Part]) -> float:
-        """Of each turn: gradients are added to the sums that are held."""
-        run = self.run
+        """Of each turn: gradients are added to the sums that are held. Products of large weights do that themselves
+        where sums are kept beside them, in the weights' dtype (`zero3d.linears`)."""
+        run, width = self.run, BYTES[self.workload.dtype]
         if run.micro_batches == 1 or run.software.fused_sums:
             return 0.0
         ranks = self._group.size if run.level >= 2 and run.reduce != "step" else 1
         trained = sum(part.trained for part in parts) / ranks
-        return self._moving(trained * (BYTES[self.workload.dtype] + 2 * run.held))
+        if run.reduce == "step" and width == run.held:
+            trained -= sum(part.trained_by_products(IN_PLACE) for part in parts)
+        return self.cluster.device.streamed(trained * (width + 2 * run.held))
 
     def update(self, trained: float, backward: float, step: float) -> tuple[float, float]:
         """(on the device, on the host and to and from it, as far as nothing hides it)."""
@@ -106,7 +111,7 @@ class OverDp:
         mine = trained if run.level == 0 else trained / self._group.size
         weight = BYTES[self.workload.dtype]
         gone, here = mine * run.offload, mine * (1 - run.offload)
-        on_device = self._moving(mine * run.held + here * (run.held + 2 * MASTER_AND_MOMENTS + weight))
+        on_device = self.cluster.device.streamed(mine * run.held + here * (run.held + 2 * MASTER_AND_MOMENTS + weight))
         down = gone * weight * (run.micro_batches if run.reduce == "micro-batch" else 1) / host.copy_rate
         ranks = min(self.cluster.per_node, run.dp * run.pp * self.workload.tp)
         updating = max(gone * ranks / host.update, gone * weight / host.copy_rate)
@@ -119,7 +124,3 @@ class OverDp:
 
     def _over_dp(self, verb: str, num_bytes: float) -> float:
         return collective(self.cluster, self._group, verb, num_bytes, one_ring=self.run.software.one_ring)
-
-    def _moving(self, num_bytes: float) -> float:
-        device = self.cluster.device
-        return num_bytes / (device.bandwidth * device.rates.moving)

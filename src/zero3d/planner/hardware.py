@@ -32,10 +32,14 @@ class Rates(Fact):
     """Of the peak FLOP/s, by a product of large matrices."""
     half: NotNegative
     """A product of dims m, n, k reaches `matrix` / ((1 + half/m) (1 + half/n) (1 + half/k))."""
+    halves: Mapping[str, NotNegative] = {}
+    """`half` by the dtype of a product's inputs, where it is known to be another."""
     attention: Part
     """Of the peak FLOP/s, by fused attention such as FlashAttention-2."""
     moving: Part
     """Of the memory bandwidth, by operations that are not products."""
+    streaming: Part | None = None
+    """Of the memory bandwidth, by passes over buffers that are there already, as an update makes; None: as `moving`."""
     link: Part
     """Of a link's bandwidth, by large collectives."""
     pair: Part
@@ -59,6 +63,14 @@ class Device(Fact):
     launch: NotNegative
     """Seconds that a kernel takes at the least."""
     rates: Rates
+
+    def moved(self, num_bytes: float) -> float:
+        """Seconds in which operations that are no products read and write `num_bytes`."""
+        return num_bytes / (self.bandwidth * self.rates.moving)
+
+    def streamed(self, num_bytes: float) -> float:
+        """Seconds in which `num_bytes` of buffers that stay are read and written."""
+        return num_bytes / (self.bandwidth * (self.rates.streaming or self.rates.moving))
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of products in `dtype`. Raises `UsageError` for one that the device has no figure for."""

@@ -14,6 +14,7 @@ from zero3d.planner.memory import Widths, states
 from zero3d.planner.run import Run
 from zero3d.planner.sending import Sent, sent_by
 from zero3d.planner.speed import BYTES
+from zero3d.planner.standing import courses_of
 from zero3d.planner.timing import StepTime, stage_blocks, step_time
 from zero3d.planner.workload import Workload
 
@@ -146,16 +147,25 @@ def _actions_live(schedule: str, stages: int, ranks: int, micro_batches: int) ->
     return peak_live(find(schedule if stages > 1 else "accumulate").actions(stages, ranks, micro_batches))
 
 
-def at_least(aim: Aim, choice: Choice) -> float:
-    """Bytes that it takes on a device in any case, from few numbers."""
+def at_least(aim: Aim, choice: Choice, *, courses: bool = False) -> float:
+    """Bytes that it takes on a device in any case, from few numbers. courses: from what blocks hold while they run,
+    which takes seconds to be counted for the first choice that asks; else from what their operations save."""
     workload = aim.workload(choice.tp, choice.sequence_parallel)
     run = Run(pp=choice.pp, stages_per_rank=choice.stages_per_rank)
+    keeping = choice.keeping(aim.weight, 1)
     stages = list(stage_blocks(workload, run))
     live = _actions_live(choice.schedule, len(stages), choice.pp, few(choice))
+    mine = stages[:: choice.pp]
     block = workload.kinds[workload.order[stages[0][0]]] if stages[0] else workload.before
-    held = (block.saved if choice.recompute == "none" else block.leaving).of(choice.micro_batch)
-    activations = held * len(stages[0]) * max(live[0], 1) * 0.95
-    parameters = block.numel * sum(len(stages[at]) for at in range(0, len(stages), choice.pp))
+    if courses:
+        of_block = courses_of(block, keeping)[0].net.of(choice.micro_batch)
+        activations = of_block * min(map(len, mine)) * max(live[0], 1)
+    else:
+        held = (block.saved if choice.recompute == "none" else block.leaving).of(choice.micro_batch)
+        activations = held * len(stages[0]) * max(live[0], 1)
+    if choice.recompute == "block":  # One is computed again.
+        activations += block.saved.of(choice.micro_batch)
+    parameters = block.numel * sum(map(len, mine))
     moments = Widths(weights=aim.weight, gradients=4, optimizer=8 + (4 if aim.weight != 4 else 0))
     kept = states(
         parameters,
@@ -163,9 +173,10 @@ def at_least(aim: Aim, choice: Choice) -> float:
         dp=choice.dp,
         widths=moments,
         reduce=choice.reduce,
-        offload=choice.keeping(aim.weight, 1).offload,
+        offload=keeping.offload,
     )
-    return kept.device + activations
+    gathered = parameters * aim.weight if choice.keep_gathered else 0
+    return kept.device + gathered + activations * 0.95
 
 
 def fits(aim: Aim, choice: Choice) -> tuple[Footprint, Rejected | None]:

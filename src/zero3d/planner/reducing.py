@@ -34,9 +34,9 @@ class PaperPool:
 
 
 class PaperLane:
-    """One bucket on its way to be reduced."""
+    """One bucket on its way to be reduced. make_up: a number of where its slots are and how large."""
 
-    def __init__(self, bucket: Bucket, keeping: Keeping, away: bool) -> None:
+    def __init__(self, bucket: Bucket, keeping: Keeping, away: bool, make_up: int) -> None:
         self.bucket = bucket
         self.width = DTYPES[bucket.dtype]
         self.wire, self.held = keeping.wire_of(self.width), keeping.held_of(self.width)
@@ -49,7 +49,7 @@ class PaperLane:
         self.lands_whole = landing == bucket.numel and self.wire == self.held and not away
         self.travels = self.wire if keeping.group == 1 and keeping.every_turn else self.held
         self.numel_of = {slot.name: slot.numel for slot in bucket.slots}
-        self.key = bucket.slots[0].offset, *((slot.offset, slot.numel) for slot in bucket.slots)
+        self.make_up = make_up
         self.reset(first=True)
 
     def reset(self, *, first: bool) -> None:
@@ -68,24 +68,25 @@ class PaperReducer:
     def __init__(self, buckets: Sequence[Bucket], keeping: Keeping, away: frozenset[Bucket]) -> None:
         self.pool, self.axis_pool = PaperPool(), PaperPool()
         self._keeping = keeping
-        self._lanes = [PaperLane(bucket, keeping, bucket in away) for bucket in reversed(buckets)]
+        make_ups: dict[tuple[tuple[int, int], ...], int] = {}
+        self._lanes = [
+            PaperLane(bucket, keeping, bucket in away, make_ups.setdefault(bucket.make_up, len(make_ups)))
+            for bucket in reversed(buckets)
+        ]
         self._lane_of: Mapping[str, PaperLane] = {name: lane for lane in self._lanes for name in lane.numel_of}
         self._flying: deque[PaperLane] = deque()
         self._on_its_way: deque[tuple[int, Hashable]] = deque()
         self._next = 0
         self._reducing = False
-
-    @property
-    def waiting(self) -> int:
+        self.waiting = 0
         """Bytes of gradients that have not been collected."""
-        return self._waiting
 
     def begin(self, *, first: bool, last: bool) -> None:
         while self._flying:
             self._land_oldest()
         for lane in self._lanes:
             lane.reset(first=first)
-        self._next, self._waiting = 0, 0
+        self._next, self.waiting = 0, 0
         self._reducing = last or self._keeping.every_turn
 
     def arrived(self, name: str) -> None:
@@ -94,7 +95,7 @@ class PaperReducer:
             return
         lane.missing.remove(name)
         lane.waiting += lane.numel_of[name]
-        self._waiting += lane.numel_of[name] * lane.width
+        self.waiting += lane.numel_of[name] * lane.width
         if not lane.missing or lane.waiting >= COLLECTED:
             self._collect(lane)
             while self._reducing and self._next < len(self._lanes) and not self._lanes[self._next].missing:
@@ -118,9 +119,7 @@ class PaperReducer:
     def _collect(self, lane: PaperLane) -> None:
         if lane.waiting:
             self._buffer(lane)
-            names = set(lane.numel_of) - lane.missing
-            del names
-            self._waiting -= lane.waiting * lane.width
+            self.waiting -= lane.waiting * lane.width
             lane.waiting = 0
 
     def _buffer(self, lane: PaperLane) -> None:
@@ -131,7 +130,7 @@ class PaperReducer:
         if lane.leaves:
             self._make_room()
         if not (lane.lands_whole and lane.first):
-            lane.buffer = self.pool.take(lane.bucket.numel * lane.wire, lane.key)
+            lane.buffer = self.pool.take(lane.bucket.numel * lane.wire, lane.make_up)
 
     def _start(self) -> None:
         lane = self._lanes[self._next]

@@ -106,17 +106,27 @@ def group_of(aim: Aim, layout: Choice) -> Iterator[Choice]:
 
 def judged(aim: Aim, choice: Choice, limit: float = inf) -> Plan | Rejected:
     """A choice that can be; `limit`: seconds from which on nothing more is asked."""
-    lowest = at_least(aim, choice)
-    if lowest > aim.memory:
-        reason = f"{gb(lowest)} or more of {gb(aim.memory)} that a device has for it"
-        return refusal(choice, "does not fit", reason, lowest, "bytes")
+    too_large = _surely_too_large(aim, choice)
+    if too_large is not None:
+        return too_large
     rough = timed(aim, choice, simulated=False)
     if rough.seconds > limit * NEAR:
         return refusal(choice, "slower", "by formulas", rough.tokens_per_second, "tokens/s")
+    too_large = _surely_too_large(aim, choice, courses=True)
+    if too_large is not None:
+        return too_large
     footprint, too_large = fits(aim, choice)
     if too_large is not None:
         return too_large
     return Plan(choice=choice, time=timed(aim, choice) if choice.pp > 1 else rough, footprint=footprint)
+
+
+def _surely_too_large(aim: Aim, choice: Choice, *, courses: bool = False) -> Rejected | None:
+    lowest = at_least(aim, choice, courses=courses)
+    if lowest <= aim.memory:
+        return None
+    reason = f"{gb(lowest)} or more of {gb(aim.memory)} that a device has for it"
+    return refusal(choice, "does not fit", reason, lowest, "bytes")
 
 
 def _layout(aim: Aim, tp: int, pp: int) -> Choice:

@@ -146,7 +146,7 @@ class Speed:
     def _product(self, product: Product, samples: float, dtype: str) -> float:
         device = self.cluster.device
         m, n, k, times = product.shape(samples)
-        half = device.rates.half
+        half = device.rates.halves.get(dtype, device.rates.half)
         reached = device.rates.matrix / ((1 + half / m) * (1 + half / n) * (1 + half / k))
         flops = 2 * m * n * k / (device.peak(dtype) * reached)
         elements = m * n + m * k + n * k
@@ -156,8 +156,7 @@ class Speed:
         return seconds * times
 
     def _moving(self, num_bytes: float) -> float:
-        device = self.cluster.device
-        return max(num_bytes, 0.0) / (device.bandwidth * device.rates.moving)
+        return self.cluster.device.moved(max(num_bytes, 0.0))
 
     def _calls(self, one: Pass, samples: float, products: float) -> float:
         """Seconds of calls over tp that nothing hides; `products`: of the pass."""

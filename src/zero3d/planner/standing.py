@@ -43,8 +43,7 @@ def standing_of(workload: Workload, keeping: Keeping, index: int) -> Standing:
     """Of a rank that is number `index` on pp, in a step of `keeping`'s number of micro-batches. Of its samples counts
     only whether there is more than one."""
     actions = all_actions(keeping, keeping.micro_batches)[index]
-    at_stage = stage_places(workload, keeping, actions)
-    held = held_by(workload, keeping, [place for stage in at_stage.values() for place in stage])
+    at_stage, held = _parts(workload, _for_buckets(keeping), tuple(sorted({action.stage for action in actions})))
     kept = lasting(keeping, held)
     reducer = PaperReducer([bucket for bucket in held.buckets if bucket.trainable], keeping, kept.away)
     if keeping.effective_level >= 3:
@@ -71,10 +70,24 @@ def all_actions(keeping: Keeping, micro_batches: int) -> Sequence[Sequence[Actio
     return _schedule(schedule, keeping.stages, keeping.pp, micro_batches)
 
 
-def stage_places(workload: Workload, keeping: Keeping, actions: Sequence[Action]) -> dict[int, list[Place]]:
-    """The parts of each stage of a rank that does `actions`."""
+def _for_buckets(keeping: Keeping) -> Keeping:
+    """All that decides which buckets there are."""
+    return Keeping(
+        group=keeping.group,
+        pp=keeping.pp,
+        stages_per_rank=keeping.stages_per_rank,
+        stage_blocks=keeping.stage_blocks,
+        level=keeping.effective_level,
+        bucket_bytes=keeping.bucket_bytes,
+    )
+
+
+@lru_cache(maxsize=256)
+def _parts(workload: Workload, keeping: Keeping, stages: tuple[int, ...]) -> tuple[Mapping[int, list[Place]], Held]:
+    """The parts of each stage of a rank that has `stages`, and its buckets."""
     run = Run(pp=keeping.pp, stages_per_rank=keeping.stages_per_rank, stage_blocks=keeping.stage_blocks)
-    return places(workload, list(stage_blocks(workload, run)), sorted({action.stage for action in actions}))
+    at_stage = places(workload, list(stage_blocks(workload, run)), list(stages))
+    return at_stage, held_by(workload, keeping, [place for stage in at_stage.values() for place in stage])
 
 
 def windows_of(reducer: PaperReducer, keeping: Keeping, held: Held, *, stays: bool = False) -> PaperWindows:
@@ -97,6 +110,7 @@ def _turns(
 ) -> dict[int, Waiting]:
     """Goes through the gradients of each turn."""
     turns = [number for number, action in enumerate(actions) if action.kind is not Kind.FORWARD]
+    coming = {place.number: _gradients(keeping, place) for stage in at_stage.values() for place in stage}
     found: dict[int, Waiting] = {}
     known: dict[int, Waiting] = {}
     gone_through = 0
@@ -106,19 +120,26 @@ def _turns(
         if stage not in known or gone_through <= 2 * keeping.stages_per_rank or number == turns[-1]:
             gone_through += 1
             reducer.begin(first=number == turns[0], last=number == turns[-1])
-            known[stage] = {place.number: _arrivals(reducer, keeping, place) for place in reversed(at_stage[stage])}
+            numbers = [place.number for place in reversed(at_stage[stage])]
+            known[stage] = {part: _arrivals(reducer, coming[part]) for part in numbers}
             reducer.end()
         found[number] = known[stage]
     reducer.finish()
     return found
 
 
-def _arrivals(reducer: PaperReducer, keeping: Keeping, place: Place) -> list[int]:
+def _gradients(keeping: Keeping, place: Place) -> list[str]:
+    """Of each rise of its backward the parameter whose gradient is there then, or nothing."""
+    rises = courses_of(place.part, keeping)[1].rises
+    return [_name(place, rise.gradient) if rise.gradient else "" for rise in rises]
+
+
+def _arrivals(reducer: PaperReducer, coming: Sequence[str]) -> list[int]:
     before = []
-    for rise in courses_of(place.part, keeping)[1].rises:
+    for name in coming:
         before.append(reducer.waiting)
-        if rise.gradient:
-            reducer.arrived(_name(place, rise.gradient))
+        if name:
+            reducer.arrived(name)
     return before
 
 

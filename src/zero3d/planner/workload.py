@@ -168,6 +168,10 @@ class Part:
         """Elements by which stages are cut: an embedding is looked up, not multiplied with."""
         return sum(one.numel for one in (*self.parameters, *self.borrowed) if one.multiplied)
 
+    def trained_by_products(self, least: int) -> int:
+        """Elements of its own trained weights that are multiplied with, each of `least` or more."""
+        return sum(one.numel for one in self.parameters if one.trainable and one.multiplied and one.numel >= least)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Workload:

@@ -80,7 +80,7 @@ class Lane:
         self._kept_parts = self._cut(kept) if kept is not None else None
         self._parts = self._kept_parts
         # Buffers are shared by buckets of one make-up, so that the gaps between slots stay zero.
-        self._key = None if kept is not None else tuple((slot.offset, slot.numel) for slot in bucket.slots)
+        self._key = None if kept is not None else bucket.make_up
         # Where all of the sum lands here, the first turn's gradients are collected where it lands.
         self._lands_whole = landing.numel() == bucket.numel and landing.dtype == wire and leaving is None
         self._leaving = leaving[0] if leaving else None
