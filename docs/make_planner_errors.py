@@ -327,6 +327,12 @@ Errors of the predictions below: predicted over published, less one.
 Published runs with context parallelism (`cp`), which zero3d does not have, are taken as ranks with a part of a sample
 each. Not in the table are formulas, and rows that do not say in which layout they ran.
 
+## On a machine that was calibrated
+
+`benchmarks/predicted.py` has two ranks of one thread train a GPT in twelve layouts (levels 0 to 3, micro-batches,
+recomputing, tp, pp), and predicts each from a profile of `zero3d calibrate`. On two CPU cores the median error was
+7.1 %, the largest 16 %, and Kendall's tau of the two orders 0.79: what differs by less than 3 % is told apart by chance.
+
 ## How far its memory is off
 
 Peaks of a rank's memory are laid beside a rehearsal of the real step, which is within 1 % of what a run allocates.
