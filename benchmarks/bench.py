@@ -117,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--only", nargs="+", default=[], help="scripts, by name")
-    parser.add_argument("--rows", nargs="+", default=[""], help="parts of their names")
+    parser.add_argument("--rows", nargs="+", default=[], help="parts of their names")
     parser.add_argument("--rounds", type=int, help="in place of each script's own number")
     options = parser.parse_args()
     RUNS.mkdir(parents=True, exist_ok=True)
@@ -126,9 +126,9 @@ def main() -> None:
         for row in rows()
         if (options.full or row.first)
         and row.script in (options.only or [row.script])
-        and any(part in row.name for part in options.rows)
+        and any(part in row.name for part in options.rows or [""])
     ]
-    keeps = KEPT.is_file() and (options.only or options.rows != [""])
+    keeps = KEPT.is_file() and (options.only or options.rows)
     found: Lines = json.loads(KEPT.read_text(encoding="utf-8")) if keeps else {}
     failed = 0
     for number, row in enumerate(chosen, start=1):

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from pipeline import SIZE, SMALL
-from step import Batch, adamw, build, torchrun
+from step import Batch, adamw, build, quartiles, torchrun
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -333,10 +333,6 @@ def summary(options: argparse.Namespace, bench: Bench) -> dict[str, Any]:
 
 def medians(times: Mapping[str, Iterable[float]]) -> dict[str, float]:
     return {name: round(statistics.median(found), 3) for name, found in times.items()}
-
-
-def quartiles(found: list[float]) -> list[float]:
-    return [round(one, 3) for one in (statistics.quantiles(found, n=4) if len(found) > 1 else found)]
 
 
 def table(found: Mapping[str, Any]) -> str:

@@ -31,7 +31,7 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from step import Batch, Step, adamw, build, torchrun
+from step import Batch, Step, adamw, build, quartiles, torchrun
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.profiler import ProfilerActivity, profile
@@ -275,7 +275,7 @@ def summary(
         "torch": torch.__version__,
         "median_ms": {name: round(statistics.median(row.seconds) * 1e3, 1) for name, row in rows.items()},
         "ratio": None if void else round(statistics.median(ratios), 3),
-        "ratios": [round(one, 3) for one in statistics.quantiles(ratios, n=4)] if len(ratios) > 1 else ratios,
+        "ratios": quartiles(ratios),
         "processor_ratio": None if void else round(processor, 3),
         "void": void,
         "loss": round(ours.losses[-1], 6),

@@ -382,12 +382,16 @@ def summary(options: argparse.Namespace, rows: Mapping[str, Row]) -> dict[str, o
         "torch": torch.__version__,
         "median_ms": {name: round(statistics.median(row.seconds) * 1e3, 1) for name, row in rows.items()},
         "ratio": {pair: round(statistics.median(found), 3) for pair, found in ratios.items()},
-        "ratios": {pair: [round(one, 3) for one in statistics.quantiles(found)] for pair, found in ratios.items()},
+        "ratios": {pair: quartiles(found) for pair, found in ratios.items()},
         "sent_mb": {name: round(statistics.median(row.sent) / 1e6, 2) for name, row in rows.items()},
         "losses": {name: round(row.losses[-1], 6) for name, row in rows.items()},
         "losses_apart": {name: float(f"{value:.1e}") for name, value in apart.items()},
         "void": [f"{one}/{other}" for one, other in pairs if f"{one}/{other}" not in ratios],
     }
+
+
+def quartiles(found: list[float]) -> list[float]:
+    return [round(one, 3) for one in (statistics.quantiles(found, n=4) if len(found) > 1 else found)]
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from step import Batch, Step, adamw, build, start_ranks
+from step import Batch, Step, adamw, build, quartiles, start_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -194,10 +194,6 @@ def summary(
         "loss": round(losses["plain"][-1], 6),
         "losses_apart": {name: float(f"{most:.1e}") for name, most in apart.items()},
     }
-
-
-def quartiles(found: list[float]) -> list[float]:
-    return [round(one, 3) for one in statistics.quantiles(found, n=4)] if len(found) > 1 else found
 
 
 if __name__ == "__main__":

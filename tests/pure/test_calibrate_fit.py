@@ -88,7 +88,6 @@ def test_a_profile_has_what_was_measured() -> None:
     assert (device.memory, device.bandwidth, device.launch) == (4e9, 10e9, 2e-6)
     assert (device.rates.matrix, device.rates.moving) == (1.0, 0.6)
     assert device.rates.streaming == pytest.approx(3e8 * 28 / 4 / 10e9) and device.streamed(2.1e9) == pytest.approx(1)
-    assert device.rates.streaming == pytest.approx(3e8 * 28 / 4 / 10e9) and device.streamed(2.1e9) == pytest.approx(1)
     assert device.rates.hidden == 0.001, "no core is left to send while all compute"
     spare = cluster_of(replace(MEASURED, machine=replace(MACHINE, cores=8)))
     assert spare.device.rates.hidden == hardware.PRESETS["CPU"].device.rates.hidden

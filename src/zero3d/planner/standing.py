@@ -120,8 +120,8 @@ def _turns(
         if stage not in known or gone_through <= 2 * keeping.stages_per_rank or number == turns[-1]:
             gone_through += 1
             reducer.begin(first=number == turns[0], last=number == turns[-1])
-            numbers = [place.number for place in reversed(at_stage[stage])]
-            known[stage] = {part: _arrivals(reducer, coming[part]) for part in numbers}
+            parts = reversed(at_stage[stage])
+            known[stage] = {place.number: _arrivals(reducer, coming[place.number]) for place in parts}
             reducer.end()
         found[number] = known[stage]
     reducer.finish()
