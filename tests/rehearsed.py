@@ -197,6 +197,7 @@ def both(point: Point) -> list[tuple[Found, Found]]:
 
 
 LEVELS = tuple(f"zero.level={level}" for level in range(4))
+BY_MICRO_BATCH = "zero.reduce=micro-batch"
 POINTS = [
     *(Point(model=name, settings=(level,), ranks=2) for name in MODELS for level in LEVELS),
     *(Point(model=name, settings=(LEVELS[2], "recompute.mode=block"), ranks=2) for name in MODELS),
@@ -230,6 +231,21 @@ POINTS = [
             ("zbh1", ()),
             ("zbv", ("parallel.stages_per_rank=2",)),
         )
+    ),
+    *(
+        Point(
+            model="gpt",
+            settings=(
+                "parallel.pp=2",
+                f"parallel.schedule={name}",
+                "parallel.stages_per_rank=2",
+                level,
+                BY_MICRO_BATCH,
+            ),
+            ranks=4,
+            micro_batches=4,
+        )
+        for name, level in (("interleaved", LEVELS[2]), ("zbv", LEVELS[3]))
     ),
     *(
         Point(model="gpt", settings=(level,), ranks=1, micro_batches=number)

@@ -111,8 +111,16 @@ def test_only_a_chunk_exists_in_fp32_and_only_the_gradient_is_kept(monkeypatch: 
     )
     with keeping, Largest() as largest:
         zero3d.cross_entropy(split(logits), targets, label_smoothing=0.1, z_loss=1e-4)
-    assert largest.sizes[torch.float32] == 640
+    assert largest.sizes[torch.float32] == 640 + 100 // 64 * 64
     assert [(tensor.dtype, tensor.shape) for tensor in kept] == [(torch.bfloat16, (100, 64))]
+
+
+def test_there_are_at_most_64_chunks_of_logits_of_any_number() -> None:
+    for rows, width in ((1, 1 << 22), (63, 1 << 22), (32768, 128_256), (1 << 20, 32_000), (7, 50)):
+        step = losses.rows_at_a_time(rows, width)
+        assert 1 <= step <= rows
+        assert -(-rows // step) <= 64
+        assert (step - 1) * width <= losses.CHUNK + rows * width / 64
 
 
 class SplitHead(nn.Module):

@@ -5,6 +5,7 @@ of each kind in its list; where it cannot, all of them run. What cuts models ove
 paper.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -183,8 +184,10 @@ class _Run:
         self._mode = Fakes()
         self._listener = Listener()
         path, blocks = find_blocks(model, subject.blocks)
-        _leave_out(model, path, {id(blocks[at]) for at in chosen})
+        uses = Counter(id(one) for block in blocks for one in block.buffers())
         blocks = [blocks[at] for at in chosen]
+        own = [[name for name, one in block.named_buffers() if uses[id(one)] == 1] for block in blocks]
+        _leave_out(model, path, set(map(id, blocks)))
         axis = self._axis = RecordedAxis(PaperAxis(parallel.tp), name="tp")
         axis.watcher = self._listener
         streams = Randomness(0, 0, torch.device("cpu"))
@@ -196,7 +199,8 @@ class _Run:
         self.paths = {id(module): name for name, module in model.named_modules()}
         self._model, self._blocks = model, blocks
         self.path = path
-        inside = [sum(one.nbytes for one in block.buffers()) for block in blocks]
+        # Those that several blocks share, such as tables of positions, count before the blocks.
+        inside = [sum(block.get_buffer(name).nbytes for name in names) for block, names in zip(blocks, own)]
         self.buffers = [sum(one.nbytes for one in model.buffers()) - sum(inside), *inside, 0]
         self._axis_holds = Amount()
         self._call = subject.call or caller(model, DTYPES[dtype])

@@ -1,6 +1,5 @@
 """The cross entropy of language models as counts of memory take it: what `zero3d.cross_entropy` does with the first
-chunk of rows. Other chunks take the same memory once more, after it is free again; in thousands of them a count would
-take minutes. Its value means nothing.
+chunk of rows. Other chunks take the same memory once more, after it is free again, and time. Its value means nothing.
 """
 
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zero3d.contracts import Batch
-from zero3d.models.losses import CHUNK, Columns, Terms, cross_entropy_sum, whole
+from zero3d.models.losses import Columns, Terms, cross_entropy_sum, rows_at_a_time, whole
 from zero3d.tensor.loss import SplitLogits
 from zero3d.trees import tensors_in
 
@@ -30,7 +29,7 @@ class _FirstChunk(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, columns: Columns) -> Tensor:
-        rows = min(max(1, CHUNK // logits.size(1)), logits.size(0))
+        rows = rows_at_a_time(*logits.shape)
         rest = logits.new_empty(logits.size(0) - rows, logits.size(1))
         with torch.enable_grad():
             total = cross_entropy_sum(logits[:rows].detach().requires_grad_(), targets[:rows], columns, Terms())

@@ -84,7 +84,8 @@ class Llama(nn.Module):
         self.config = config
         self.embedding = Embedding(config.vocabulary, config.width, config.std)
         self.dropout = Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        rotary = Rotary(config.head_width, config.sequence_length)  # One for all blocks: its tables take memory.
+        self.blocks = nn.ModuleList(Block(config, rotary) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=EPS)
         self.head = Linear(config.width, config.vocabulary, config.std)
         if config.tied:
@@ -114,10 +115,10 @@ class Llama(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, rotary: "Rotary") -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.width, eps=EPS)
-        self.attention = Attention(config)
+        self.attention = Attention(config, rotary)
         self.mlp_norm = nn.RMSNorm(config.width, eps=EPS)
         self.mlp = MLP(config)
 
@@ -129,13 +130,13 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention in which groups of heads share keys and values (Ainslie et al. 2023, section 2.2)."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, rotary: "Rotary") -> None:
         super().__init__()
         self.head_width = config.head_width
         self.q = Linear(config.width, config.heads * config.head_width, config.std)
         self.k = Linear(config.width, config.num_kv_heads * config.head_width, config.std)
         self.v = Linear(config.width, config.num_kv_heads * config.head_width, config.std)
-        self.rotary = Rotary(config.head_width, config.sequence_length)
+        self.rotary = rotary
         self.out = Linear(config.heads * config.head_width, config.width, config.depth_scaled_std)
         self.dropout = Dropout(config.dropout)
 

@@ -53,7 +53,7 @@ class PaperLane:
         self.reset(first=True)
 
     def reset(self, *, first: bool) -> None:
-        self.first, self.started = first, False
+        self.first = first
         self.missing = set(self.numel_of)
         self.waiting = 0
         self.buffer: tuple[int, Hashable] | None = None
@@ -102,13 +102,12 @@ class PaperReducer:
                 self._start()
 
     def end(self) -> None:
-        for lane in self._lanes:
-            if not lane.started:
-                self._collect(lane)
-                if lane.missing and not lane.keeps:
-                    self._buffer(lane)
-        while self._reducing and self._next < len(self._lanes):
-            self._start()
+        for lane in self._lanes[self._next :]:
+            self._collect(lane)
+            if lane.missing and not lane.keeps:
+                self._buffer(lane)
+            if self._reducing:
+                self._start()
 
     def finish(self) -> None:
         while self._flying:
@@ -137,7 +136,6 @@ class PaperReducer:
         self._buffer(lane)
         while len(self._flying) >= (1 if lane.leaves else IN_FLIGHT):
             self._land_oldest()
-        lane.started = True
         size = lane.bucket.numel * lane.wire
         if lane.keeps and lane.held != lane.wire:
             lane.buffer = self.pool.take(size)

@@ -21,6 +21,7 @@ def slicings(model: nn.Module, chosen: Sequence[Chosen], ranks: int) -> dict[str
     """Parameter, by its first name -> how it is cut. Raises `ConfigError` for what cannot be cut as the plan says, with
     numbers of ranks that would do."""
     found: dict[str, tuple[str, Slicing]] = {}
+    names = first_names(model)
     for one in chosen:
         try:
             cut = _cut(model, one, ranks)
@@ -30,7 +31,8 @@ def slicings(model: nn.Module, chosen: Sequence[Chosen], ranks: int) -> dict[str
                 f"parallel.tp = {ranks}: {one.path} cannot be cut: {error}",
                 hint=f"Set parallel.tp to {works}." if works else "Give it another style in [parallel.plan].",
             ) from None
-        for name, slicing in cut.items():
+        for parameter, slicing in cut:
+            name = names[parameter]
             path, before = found.setdefault(name, (one.path, slicing))
             if (before.dim, before.ranges) != (slicing.dim, slicing.ranges):
                 raise ConfigError(
@@ -48,9 +50,9 @@ def module_at(model: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
-def first_name(model: nn.Module, parameter: Any) -> str:
-    """Of a parameter that may have several names."""
-    return next(name for name, one in model.named_parameters() if one is parameter)
+def first_names(model: nn.Module) -> dict[Any, str]:
+    """Of its parameters, each of which may have several names, by the parameter."""
+    return {parameter: name for name, parameter in model.named_parameters()}
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -58,16 +60,16 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
 
 
-def _cut(model: nn.Module, one: Chosen, ranks: int) -> dict[str, Slicing]:
+def _cut(model: nn.Module, one: Chosen, ranks: int) -> list[tuple[nn.Parameter, Slicing]]:
     style = one.style(*COLUMNS, *ROWS)
     if style is None:
-        return {}
+        return []
     module = module_at(model, one.path)
     if module is None:
         parameter = model.get_parameter(one.path)
         if parameter.dim() < 3 or style.name not in ("colwise", "gate_up", *ROWS):
             raise _misfit(one, style, "a parameter", "modules, or for weights of experts with 3 dims")
-        return {first_name(model, parameter): _of_experts(tuple(parameter.shape), style, ranks)}
+        return [(parameter, _of_experts(tuple(parameter.shape), style, ranks))]
     if style.name == "vocab" and isinstance(module, nn.Embedding):
         cut = {"weight": padded(module.num_embeddings, ranks, 0)}
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
@@ -77,7 +79,7 @@ def _cut(model: nn.Module, one: Chosen, ranks: int) -> dict[str, Slicing]:
     else:
         fits = "nn.Linear and nn.Embedding" if style.name == "vocab" else "nn.Linear"
         raise _misfit(one, style, type(module).__name__, fits)
-    return {first_name(model, getattr(module, attribute)): slicing for attribute, slicing in cut.items()}
+    return [(getattr(module, attribute), slicing) for attribute, slicing in cut.items()]
 
 
 def _misfit(one: Chosen, style: Style, kind: str, fits: str) -> ConfigError:
@@ -92,9 +94,11 @@ def _fitting(model: nn.Module, chosen: Sequence[Chosen]) -> list[int]:
 
     def fits(ranks: int) -> bool:
         try:
-            return all(_cut(model, one, ranks) is not None for one in chosen)
+            for one in chosen:
+                _cut(model, one, ranks)
         except UnevenError:
             return False
+        return True
 
     found = (ranks for ranks in range(1, MOST_RANKS + 1) if fits(ranks))
     return [ranks for ranks, _ in zip(found, range(8))]

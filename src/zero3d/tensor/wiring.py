@@ -21,7 +21,7 @@ from zero3d.tensor.modules import (
     StandIn,
 )
 from zero3d.tensor.plan import Chosen
-from zero3d.tensor.shapes import COLUMNS, ROWS, first_name, is_transposed, module_at
+from zero3d.tensor.shapes import COLUMNS, ROWS, first_names, is_transposed, module_at
 from zero3d.tensor.trial import Trial
 from zero3d.tensor.unnamed import Unnamed
 from zero3d.unfit import refuse_captures
@@ -51,6 +51,7 @@ class Wiring:
         self._model = model
         self._linears = linears
         self._blocks = {id(module) for block in blocks for module in block.modules()}
+        self._names = first_names(model)
         self._stand_ins = StandIns(model)
         self._hooks: list[RemovableHandle] = [model.register_forward_pre_hook(self._shut_doors)]
         self._doors: list[Door] = []
@@ -132,7 +133,7 @@ class Wiring:
                     gathers=on_parts and (in_blocks or not ends),
                     enters=not (cut.sequence and gathered),
                     output=OUTPUTS.get(style.name, "cut"),
-                    extent=cut.slicings[first_name(self._model, column.module.weight)].extent,
+                    extent=cut.slicings[self._names[column.module.weight]].extent,
                 )
             self._stand_ins.swap(column.module, StandIn, _part=part)
 
@@ -149,7 +150,7 @@ class Wiring:
             self._before(module, part.enter_all)
             self._after(module, part.reduce_output)
         if one.style("vocab") and isinstance(module, nn.Embedding):
-            slicing = cut.slicings[first_name(self._model, module.weight)]
+            slicing = cut.slicings[self._names[module.weight]]
             rows = slicing.local_extent
             embedding = EmbeddingPart(cut, one.path, cut.axis.index * rows, rows, slicing.extent)
             self._before(module, embedding.before)

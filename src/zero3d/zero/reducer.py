@@ -321,13 +321,11 @@ class Reducer:
                 self._start_complete()
 
     def end(self) -> None:
-        for lane in self._lanes:
-            if not lane.started:
-                lane.collect(counts=self._counts)
-                lane.close()
-        if self._reducing:
-            while self._next < len(self._lanes):
-                self._start(self._lanes[self._next])
+        for lane in self._lanes[self._next :]:  # One at a time: buffers of those before come free meanwhile.
+            lane.collect(counts=self._counts)
+            lane.close()
+            if self._reducing:
+                self._start(lane)
         if not self._overlap:
             self.finish()
 
