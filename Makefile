@@ -30,9 +30,10 @@ types: install
 	$(BIN)/mypy
 
 tests: install
-	$(BIN)/python -m pytest tests/pure tests/rules --durations=3
-	$(BIN)/python -m pytest tests/single --durations=3
-	$(BIN)/python -m pytest tests/ranks --durations=5
+	$(BIN)/python -m pytest tests/pure tests/rules -n 2 --durations=3
+	$(BIN)/python -m pytest tests/single -n 2 --durations=3
+	$(BIN)/python -m pytest tests/ranks -n 2 -m "not alone" --durations=5
+	$(BIN)/python -m pytest tests/ranks -m alone --durations=5
 
 docs: install
 	$(BIN)/mkdocs build --strict --quiet

@@ -26,7 +26,7 @@ from zero3d.checkpoint.manifest import MANIFEST, _checksum
 from zero3d.comm.roll import PATIENCE
 from zero3d.errors import DataError, DivergedError, OutOfSpaceError, RankFailedError, UsageError, Zero3dError
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.alone, pytest.mark.ranks]
 
 DATA = torch.ones(2, 64)
 

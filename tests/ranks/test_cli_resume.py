@@ -26,7 +26,7 @@ from zero3d.offload.update import HostPieces
 from zero3d.records import RunFolder
 from zero3d.reports import StepReport
 
-pytestmark = pytest.mark.cli
+pytestmark = [pytest.mark.alone, pytest.mark.cli]
 
 STEPS = 8
 FOREVER = "run.steps=1000000"

@@ -20,7 +20,7 @@ from zero3d.comm.diverged import diverged
 from zero3d.comm.process_axis import ProcessAxis
 from zero3d.comm.recorded_axis import Call, RecordedAxis
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.alone, pytest.mark.ranks]
 
 
 class Dropping(tiny.Tiny):

@@ -15,7 +15,7 @@ from tests.command import fill, zero3d
 from zero3d.comm.attempt import agree_on_attempt
 from zero3d.errors import RankFailedError
 
-pytestmark = pytest.mark.cli
+pytestmark = [pytest.mark.alone, pytest.mark.cli]
 
 
 def test_a_rank_that_is_killed_is_started_again_and_nothing_is_lost(tmp_path: Path) -> None:

@@ -10,7 +10,11 @@ import pytest
 
 from tests import faults, hosts
 
-pytestmark = [pytest.mark.ranks, pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "none")]
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.ranks,
+    pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "none"),
+]
 
 
 @pytest.fixture(scope="module")

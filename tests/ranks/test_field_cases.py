@@ -27,7 +27,7 @@ from zero3d.errors import RankFailedError, Zero3dError
 from zero3d.layout import Layout
 from zero3d.records import RunFolder, TensorBoard, step_event
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.alone, pytest.mark.ranks]
 
 
 def made(**options: Any) -> zero3d.Engine:

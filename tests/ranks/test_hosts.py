@@ -23,7 +23,11 @@ from zero3d.models.gpt import GPT, GPTConfig
 from zero3d.models.losses import next_token_loss as plain_loss
 from zero3d.tensor.loss import next_token_loss
 
-pytestmark = [pytest.mark.ranks, pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "none")]
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.ranks,
+    pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "none"),
+]
 
 STEPS, SAMPLES = 3, 8
 CUT_TIMEOUT = 4

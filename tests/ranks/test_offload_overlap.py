@@ -23,7 +23,7 @@ from zero3d.pipeline.action import Action
 from zero3d.trace.recorder import Recorder
 from zero3d.trace.span import QUEUES, Span
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.alone, pytest.mark.ranks]
 
 LEVELS = (1, 2, 3)
 PATIENCE = 30
