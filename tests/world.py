@@ -1,5 +1,6 @@
 """Runs a function on several forked ranks and brings back what they returned, or the first traceback."""
 
+import gc
 import os
 import pickle
 import signal
@@ -44,6 +45,7 @@ def _forked(num_ranks: int, be_rank: Callable[[int, Connection], None], timeout:
         mine, theirs = Pipe(duplex=False)
         pid = os.fork()
         if pid == 0:
+            gc.freeze()  # What came with the fork need not be looked through again and again.
             mine.close()
             be_rank(rank, theirs)
         theirs.close()

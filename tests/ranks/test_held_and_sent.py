@@ -36,19 +36,18 @@ def held(level: int, compute: str, gradients: str, reduce: str) -> tuple[dict[st
         "zero": {"level": level, "reduce": reduce},
         "precision": {"compute": compute, "gradients": gradients},
     }
-    before = storages()  # What other tests keep came with the fork.
     engine = zero3d.Engine(tiny.tiny(), tiny.loss, tiny.adamw, options)
     ranks = engine.dp_size
     for batch in tiny.batches(2, 2 * ranks):
         engine.step(tiny.part(batch, engine.rank, ranks))
     mine = {kind: values[engine.rank] for kind, values in engine.held_bytes().items()}
     padded = sum(shard.bucket.numel for shard in engine._parts.replica.shards)
-    live = sum(nbytes for cell, nbytes in storages().items() if cell not in before)
+    live = sum(storages().values())
     return mine, padded, sum(info.numel for info in engine.parameters), live
 
 
 def storages() -> dict[int, int]:
-    """Of all live tensors: where each storage is, and its bytes."""
+    """Of all live tensors that did not come with the fork: where each storage is, and its bytes."""
     gc.collect()
     found = {}
     for one in gc.get_objects():
