@@ -4,7 +4,7 @@
 
 Four ranks on one machine. Every five seconds each process is asked for its memory, files and threads. Prints a line a
 rank: what it held after a fifth of the time, and at the end. Ends with 1 where memory grew by 1 % or more, where files
-or threads did, or where anything is left once the run is over: a process, a socket, shared memory, a temporary file.
+or threads did, or where anything is left once the run is over: a process, shared memory, a temporary file.
 """
 
 import json
@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+
+import psutil
 
 from tests.command import ZERO3D, fill
 
@@ -60,14 +62,12 @@ def sampled(pid: int) -> Sample | None:
         return None
 
 
-def below(pid: int) -> list[int]:
-    """The processes that it has started, and those that these have, in the order of their start."""
+def children(pid: int) -> list[int]:
+    """The processes that it has started, and those that these have."""
     try:
-        lists = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-    except OSError:
+        return [one.pid for one in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
         return []
-    mine = [int(child) for text in lists for child in text.split()]
-    return sorted(mine + [more for child in mine for more in below(child)])
 
 
 def watch(process: "subprocess.Popen[bytes]", seconds: float) -> dict[int, list[Sample]]:
@@ -75,7 +75,7 @@ def watch(process: "subprocess.Popen[bytes]", seconds: float) -> dict[int, list[
     found: dict[int, list[Sample]] = {}
     end = time.monotonic() + seconds
     while time.monotonic() < end and process.poll() is None:
-        for pid in (process.pid, *below(process.pid)):
+        for pid in (process.pid, *children(process.pid)):
             if (sample := sampled(pid)) is not None:
                 found.setdefault(pid, []).append(sample)
         left = end - time.monotonic()
@@ -110,8 +110,8 @@ def soak(seconds: float, settings: Sequence[str]) -> bool:
             found = watch(process, seconds)
             process.send_signal(signal.SIGTERM)
             code = process.wait(120)
-        well = [told(samples) for pid, samples in found.items() if len(samples) > 2]
-        for pid, (text, _) in zip(found, well):
+        watched = {pid: told(samples) for pid, samples in found.items() if len(samples) > 2}
+        for pid, (text, _) in watched.items():
             print(f"{'the run' if pid == process.pid else 'a rank'}: {text}")
         events = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
         steps = [one["step"] for one in events if one["event"] == "step"]
@@ -128,7 +128,9 @@ def soak(seconds: float, settings: Sequence[str]) -> bool:
         print("left behind: " + (", ".join(f"{kind} {what}" for kind, what in left.items() if what) or "nothing"))
         if code:
             print((folder / "stderr").read_text()[-2000:])
-    return all(one for _, one in well) and len(well) >= 5 and not any(left.values()) and steps[-1] > 100
+    return (
+        all(well for _, well in watched.values()) and len(watched) >= 5 and not any(left.values()) and steps[-1] > 100
+    )
 
 
 if __name__ == "__main__":
