@@ -116,11 +116,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    cluster = find(str(options.profile))
+    planned = {point.name: predicted(cluster, point) for point in POINTS}
     dist.init_process_group("gloo")
     seconds = measured(options.rounds)
     if dist.get_rank() == 0:
-        cluster = find(str(options.profile))
-        tell({point.name: predicted(cluster, point) for point in POINTS}, seconds, as_json=options.json)
+        tell(planned, seconds, as_json=options.json)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -300,6 +300,8 @@ computes, reads, keeps and sends for a block of each kind, by running the model 
 - **All other operations** read and write their tensors at `moving` of the memory bandwidth, one by one.
 - **Collectives** are rings over two levels of links of which they reach `link`; all devices of a node share what leaves
   it. Of the time that traffic and computing overlap, `hidden` is won: both want memory and multiprocessors.
+- **Calls that all ranks wait in**, those over tp and the gathers of level 3, take `skew` of the computing between them
+  more: now one rank is the slowest, now another. It is 0 for the devices below, and measured by `zero3d calibrate`.
 - **Pipelines** run the schedule's own actions in the simulator, with messages between stages.
 - **The update** reads and writes each model state once. On the host it takes the host's own rate.
 

@@ -54,6 +54,7 @@ MEASURED = Measured(
     ),
     update=3e8,
     copy=4e9,
+    skew=0.1,
     spread=0.05,
 )
 
@@ -86,7 +87,7 @@ def test_a_profile_has_what_was_measured() -> None:
     device, host = cluster.device, cluster.host
     assert device.flops == pytest.approx({"fp32": 60e9, "bf16": 9e9, "fp16": 50e9}, rel=0.06)
     assert (device.memory, device.bandwidth, device.launch) == (4e9, 10e9, 2e-6)
-    assert (device.rates.matrix, device.rates.moving) == (1.0, 0.6)
+    assert (device.rates.matrix, device.rates.moving, device.rates.skew) == (1.0, 0.6, 0.1)
     assert device.rates.streaming == pytest.approx(3e8 * 28 / 4 / 10e9) and device.streamed(2.1e9) == pytest.approx(1)
     assert device.rates.hidden == 0.001, "no core is left to send while all compute"
     spare = cluster_of(replace(MEASURED, machine=replace(MACHINE, cores=8)))

@@ -178,6 +178,24 @@ def test_calls_over_tp_are_hidden_behind_what_runs_meanwhile() -> None:
     assert times["hidden"] == pytest.approx(max(0.0, times["waited"] - BLOCKS * 2e-3))
 
 
+def test_ranks_that_wait_in_calls_wait_for_the_slowest() -> None:
+    """A tenth of what is computed between calls over tp, or between gathers; without calls nobody waits."""
+    rates = IDEAL.model_copy(update={"skew": 0.1})
+    uneven = CLUSTER.model_copy(update={"device": CLUSTER.device.model_copy(update={"rates": rates})})
+    computing = BLOCKS * 6e-3
+    for run, more in (
+        (Run(micro_batches=2), 0.0),
+        (Run(dp=4, level=2, reduce="step", micro_batches=2), 0.0),
+        (Run(dp=4, level=3, reduce="step", micro_batches=2), 0.1 * 2 * computing),
+        (Run(dp=4, level=3, reduce="step", micro_batches=2, keep_gathered=True), 0.1 * 2 * computing / 4),
+    ):
+        assert seconds(run, uneven).seconds - seconds(run).seconds == pytest.approx(more, abs=1e-9), run
+    call = Call("all_reduce", Amount(each=2e6))
+    part = replace(BLOCK, backward=replace(BLOCK.backward, calls=[call]))
+    even, slowest = (step_time(one, workload(part, tp=2), ONE).tp for one in (CLUSTER, uneven))
+    assert slowest - even == pytest.approx(0.1 * BLOCKS * 4e-3), "its backward is two products, its forward has no call"
+
+
 def test_stages_are_cut_by_what_is_multiplied() -> None:
     embedding = Parameter("embedding", (10 * SIZE, SIZE), "bfloat16", multiplied=False)
     head = Parameter("head", (SIZE, SIZE), "bfloat16")

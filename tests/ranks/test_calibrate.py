@@ -34,6 +34,7 @@ def test_every_rank_finds_the_same(ranks: int, per_node: int) -> None:
     assert {one.dtype for one in measured.products} == {"fp32", "bf16", "fp16"}
     numbers = (measured.attention, measured.stream, measured.moving, measured.launch, measured.update, measured.copy)
     assert all(number > 0 for number in numbers)
+    assert measured.skew >= 0 if ranks > 1 else measured.skew == 0
     assert all(one.seconds > 0 for one in measured.messages)
     parts = [part for _, part in told]
     assert parts == sorted(parts) and parts[0] == 0 and parts[-1] < 1

@@ -10,6 +10,8 @@ from zero3d.contracts import Axis
 
 LEAST_SAMPLE = 2e-3
 """Seconds: what takes less is timed several times at once, as the clock and other programs would show."""
+STRETCH, STRETCHES = 20e-3, 60
+"""Seconds that ranks of a model compute between two calls that they wait in, and how often that is done."""
 MOST_INNER, LEAST_SAMPLES, MOST_SAMPLES = 1000, 5, 100
 
 
@@ -39,6 +41,29 @@ class Bench:
         low, middle, high = quantiles(samples, n=4, method="inclusive")
         self.spreads.append((high - low) / middle)
         return self.slowest(low)
+
+    def waits(self, work: Callable[[], object]) -> float:
+        """Of the time that ranks need for `work`, `STRETCH` or more of it at once, what a small call after it makes
+        them wait beyond its own time: all wait for the slowest, which is now this rank and now that. Collective."""
+        if self._axis.size == 1:
+            return 0.0
+        call = self.seconds(lambda: self.slowest(0.0))
+        one = max(self.slowest(self._run(work, 1)), 1e-9)
+        inner = _within(STRETCH / one, 1, MOST_INNER)
+        self.slowest(0.0)
+        working = waiting = 0.0
+        for _ in range(STRETCHES):
+            working += self._run(work, inner)
+            began = perf_counter()
+            self.slowest(0.0)
+            waiting += perf_counter() - began
+        working, waiting = self._mean(working), self._mean(waiting) - STRETCHES * call
+        return max(waiting, 0.0) / working
+
+    def _mean(self, value: float) -> float:
+        """Over ranks, the same on each."""
+        self.slowest(value)
+        return float(self._all.mean())
 
     def slowest(self, value: float) -> float:
         """The largest of all ranks' values, the same on each. Collective."""

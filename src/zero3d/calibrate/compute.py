@@ -84,6 +84,13 @@ def launch(bench: Bench) -> float:
     return bench.seconds(chain) / (2 * CHAIN)
 
 
+def skew(bench: Bench, effort: Effort) -> float:
+    """Of the time of products: what ranks wait for the slowest of them, where each is followed by a call."""
+    x = _filled((effort.dims[-1], effort.dims[-1]), torch.float32, bench.device)
+    out = torch.empty_like(x)
+    return bench.waits(lambda: torch.mm(x, x, out=out))
+
+
 def _filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers near 1: zeros and denormals are no typical work, and pages are there before they are timed."""
     return torch.linspace(0.5, 1.5, shape[-1], device=device).expand(shape).to(dtype).contiguous()

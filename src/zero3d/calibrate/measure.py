@@ -24,7 +24,7 @@ def measure(effort: Effort, machine: Machine, progress: Progress) -> Measured:
     mesh = open_mesh(Layout(dp=world), TIMEOUT)
     axes = list(links.groups(world, machine.per_node, TIMEOUT))
     counts = (len(effort.dims) + len(effort.skinny)) * len(effort.dtypes), len(effort.messages) * (2 * len(axes) + 1)
-    total = counts[0] + (counts[1] if axes else 0) + 7
+    total = counts[0] + (counts[1] if axes else 0) + 8
     bench = Bench(mesh.everyone, mesh.device, effort.seconds / total)
     done = 0
 
@@ -55,6 +55,8 @@ def measure(effort: Effort, machine: Machine, progress: Progress) -> Measured:
     next_is("the smallest operation")
     launch = compute.launch(bench)
     found_messages = tuple(messages())
+    next_is("waits for the slowest rank")
+    skew = compute.skew(bench, effort)
     next_is("the update on the host")
     update = host.update(bench, effort.elements) * machine.per_node
     next_is("copies to the host")
@@ -68,6 +70,7 @@ def measure(effort: Effort, machine: Machine, progress: Progress) -> Measured:
         messages=found_messages,
         update=update,
         copy=host.copy(bench, effort.elements),
+        skew=skew,
         spread=bench.slowest(median(bench.spreads)),
     )
 

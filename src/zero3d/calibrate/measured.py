@@ -85,8 +85,9 @@ class Measured:
 
     attention: FLOP/s of fused attention; stream: bytes/s of a sum of two large arrays; moving: bytes/s of norms and
     activation functions; launch: seconds of the smallest operation, with autograd; update: parameters/s
-    of AdamW on the host; copy: bytes/s from device to host. spread: of repeated timings, the median of (upper - lower
-    quartile) / median.
+    of AdamW on the host; copy: bytes/s from device to host; skew: what ranks wait in calls for the slowest of them, of
+    the time that they compute; 0 of one rank. spread: of repeated timings, the median of (upper - lower quartile) /
+    median.
     """
 
     machine: Machine
@@ -98,6 +99,7 @@ class Measured:
     messages: tuple[Message, ...]
     update: float
     copy: float
+    skew: float
     spread: float
 
     def as_tree(self) -> Mapping[str, Any]:

@@ -31,6 +31,7 @@ def cluster_of(measured: Measured) -> Cluster:
         "halves": {dtype: one.half for dtype, one in products.items()},
         "attention": _part(measured.attention / products["fp32" if machine.kind == "cpu" else "bf16"].peak),
         "moving": _part(measured.moving / measured.stream),
+        "skew": measured.skew,
         **reached,
     }
     if machine.kind == "cpu":  # There the host's update is the device's.

@@ -45,6 +45,7 @@ def tables(measured: Measured, cluster: Cluster) -> Iterator[PlainTable]:
         ("fused attention, one rank", _rate(measured.attention)),
         ("smallest operation", f"{measured.launch * 1e6:.1f} us"),
         ("latency between ranks", f"{cluster.inside.latency * 1e6:.0f} us"),
+        ("waits for the slowest rank", f"{measured.skew:.0%} of computing"),
         ("AdamW on the host, all ranks", f"{count(measured.update)} parameters/s"),
         ("copies to the host, one rank", f"{size(measured.copy)}/s"),
     ):

@@ -12,6 +12,9 @@ from torch import Tensor
 from zero3d.models.losses import Columns, whole
 from zero3d.tensor.loss import SplitLogits
 
+FEW_COLUMNS = 1 << 14
+"""Of so many a chunk is no larger than 16 MB in fp32 with up to 8,192 rows."""
+
 
 def whole_loss(output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
     """(a sum, number of targets) of logits [..., V], whole or split over tp, or of an output that has them."""
@@ -23,15 +26,18 @@ def whole_loss(output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
 
 
 class _Whole(torch.autograd.Function):
-    """As `models.losses` goes through the logits of a chunk."""
+    """As `models.losses` goes through the logits of a chunk. Where they have few columns the chunk stays in a cache:
+    memory is read for the logits, and written for their gradient, and one row stands for what is done in between."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, columns: Columns) -> Tensor:
+        part = logits[:1] if logits.size(1) <= FEW_COLUMNS else logits
         top = logits.amax(1).float()
-        p = torch.sub(logits, top.unsqueeze(1)).exp_()
-        tops, sums, _ = columns.gather(torch.stack([top, p.sum(1), top])).unbind(1)
-        p.mul_((tops.amax(0) / sums.sum(0)).unsqueeze(1))
-        gradient = torch.empty_like(logits).copy_(p.masked_fill_(top.isnan().unsqueeze(1), 0))
+        p = torch.sub(part, top[: len(part)].unsqueeze(1)).exp_()
+        tops, sums, _ = columns.gather(torch.stack([top, p.sum(1).expand(len(top)), top])).unbind(1)
+        p.mul_((tops.amax(0) / sums.sum(0))[: len(part)].unsqueeze(1))
+        p.masked_fill_(top[: len(part)].isnan().unsqueeze(1), 0)
+        gradient = torch.empty_like(logits).copy_(p if len(p) == len(logits) else logits)
         ctx.save_for_backward(gradient)
         return sums.log().sum()
 

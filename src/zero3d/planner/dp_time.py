@@ -34,9 +34,10 @@ class OverDp:
         forwards = [one.forward.total for one in times]
         backwards = [one.whole_backward for one in times]
         nothing = [0.0] * len(parts)
+        slowest = self._skew()
         return (
-            self._wait(forwards, gathers, nothing),
-            self._wait(backwards[::-1], gathers[::-1], reductions[::-1]),
+            self._wait(forwards, gathers, nothing) + slowest * sum(forwards),
+            self._wait(backwards[::-1], gathers[::-1], reductions[::-1]) + slowest * sum(backwards),
         )
 
     def _wait(self, computing: Sequence[float], gathers: Sequence[float], reductions: Sequence[float]) -> float:
@@ -48,13 +49,23 @@ class OverDp:
             total += meanwhile - hidden * min(seconds, meanwhile)
         return total + reductions[-1]
 
+    def _skew(self) -> float:
+        """Of what is computed: waits for the slowest rank at gathers, which no rank begins alone."""
+        if self.run.level < 3 or self._group.size == 1:
+            return 0.0
+        return self.cluster.device.rates.skew / self._passes
+
+    @property
+    def _passes(self) -> int:
+        """That a gather is for."""
+        return 2 * self.run.micro_batches if self.run.keep_gathered else 1
+
     def _gather(self, part: Part) -> float:
         run = self.run
         if run.level < 3 or not part.numel:
             return 0.0
         num_bytes = part.numel * BYTES[self.workload.dtype]
-        passes = 2 * run.micro_batches
-        over_dp = self._over_dp("all_gather", num_bytes) / (passes if run.keep_gathered else 1)
+        over_dp = self._over_dp("all_gather", num_bytes) / self._passes
         if run.offload_parameters:
             over_dp = max(over_dp, num_bytes / self._group.size / self.cluster.host.copy_rate)
         return over_dp

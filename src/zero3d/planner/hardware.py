@@ -48,6 +48,8 @@ class Rates(Fact):
     """Seconds that such a message takes at the least, with posting it on both sides."""
     hidden: Part
     """Of the time that computing and traffic overlap, what is won by that: both want memory and multiprocessors."""
+    skew: NotNegative = 0.0
+    """Of what ranks compute between calls that all of them wait in: what they wait there for the slowest."""
 
 
 class Device(Fact):

@@ -3,6 +3,7 @@
 product of weights     FLOPs / (peak * `matrix` / ((1 + half/m) (1 + half/n) (1 + half/k))), or what its bytes take
 fused attention        FLOPs that are really done / (peak * `attention`)
 all else               bytes read and written / (bandwidth * `moving`), and a launch for each operation
+calls over tp          what the network takes and computing does not hide, and `skew` of the computing between them
 """
 
 from collections.abc import Iterable, Mapping
@@ -123,7 +124,8 @@ class Speed:
     def part(self, part: Part, samples: float, again: Again = RECOMPUTE["none"]) -> PartSeconds:
         """Of a micro-batch of `samples`."""
         forward = self.of_pass(part.forward, samples)
-        weights = Seconds(products=self._products(part.weights, samples))
+        gradients = self._products(part.weights, samples)
+        weights = Seconds(products=gradients, tp=self._skew(gradients) if part.backward.calls else 0.0)
         return PartSeconds(forward, self.of_pass(part.backward, samples), forward.again(again), weights)
 
     def of_pass(self, one: Pass, samples: float) -> Seconds:
@@ -131,7 +133,10 @@ class Speed:
         device, kept = self.cluster.device, COMPILED if self.software.compiled else 1.0
         products = self._products(one.products, samples)
         moving = self._moving(one.moved.of(samples) * kept) + one.launches * kept * device.launch
-        return Seconds(products, attention.attention, moving, self._calls(one, samples, products))
+        calls = self._calls(one, samples, products)
+        if one.calls:
+            calls += self._skew(products + attention.attention + moving)
+        return Seconds(products, attention.attention, moving, calls)
 
     def _attention(self, one: Pass, samples: float) -> Seconds:
         device = self.cluster.device
@@ -157,6 +162,9 @@ class Speed:
 
     def _moving(self, num_bytes: float) -> float:
         return self.cluster.device.moved(max(num_bytes, 0.0))
+
+    def _skew(self, computing: float) -> float:
+        return self.cluster.device.rates.skew * computing
 
     def _calls(self, one: Pass, samples: float, products: float) -> float:
         """Seconds of calls over tp that nothing hides; `products`: of the pass."""
