@@ -10,6 +10,8 @@ from functools import lru_cache
 from statistics import median
 from typing import Any
 
+import torch
+
 from tests.rehearsed import LENGTH, MODELS, POINTS, Point, class_loss, config_of
 from zero3d.dryrun.count import Subject, count
 from zero3d.dryrun.rehearsal import RankRehearsal
@@ -94,9 +96,9 @@ def table(points: list[Point]) -> None:
 
 
 def threads_of_update(ranks: int) -> int:
-    """In a rehearsal all ranks are on this machine, and share its cores."""
+    """In a rehearsal all ranks are on this machine, and share its cores; kernels of torch use what it is told."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(cores // ranks, 1)
+    return max(cores // ranks, torch.get_num_threads())
 
 
 def number_of_calls(rehearsed: RankRehearsal) -> dict[str, int]:

@@ -248,6 +248,16 @@ POINTS = [
         for name, level in (("interleaved", LEVELS[2]), ("zbv", LEVELS[3]))
     ),
     *(
+        Point(
+            model="llama",
+            settings=("parallel.pp=4", f"parallel.schedule={name}", "precision.compute=bf16", f"recompute.mode={mode}"),
+            ranks=4,
+            micro_batches=6,
+        )
+        for name in ("1f1b", "zbh1")
+        for mode in ("none", "block")
+    ),
+    *(
         Point(model="gpt", settings=(level,), ranks=1, micro_batches=number)
         for level in (LEVELS[0],)
         for number in (1, 3)

@@ -221,7 +221,8 @@ class _Product(torch.autograd.Function):
         if ctx.linears.halves is None:
             of_weight = ctx.linears.product(ctx.owner, gradient, x, ctx.uses)
         else:
-            ctx.linears.halves.append(Half(ctx.owner, ctx.used, x, gradient, ctx.uses))
+            # With its graph x would keep what came into the stage, and the gradient of that.
+            ctx.linears.halves.append(Half(ctx.owner, ctx.used, x.detach(), gradient, ctx.uses))
         return of_x, of_weight, of_bias, None, None
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from zero3d.calibrate import bench
 from zero3d.calibrate.bench import STRETCH, Bench
 
-
 CALL = STRETCH / 5
 
 

@@ -13,7 +13,17 @@ POINTS = [
     Point(model="gpt", settings=("parallel.tp=2", "parallel.sequence_parallel=true", LEVELS[3]), ranks=4),
     Point(model="gpt", settings=("parallel.pp=2", LEVELS[3]), ranks=2, micro_batches=4, size=2),
     Point(model="gpt", settings=("parallel.pp=2", "parallel.schedule=zbh1"), ranks=2, micro_batches=6),
+    *(
+        Point(
+            model="llama",
+            settings=("parallel.pp=4", "parallel.schedule=zbh1", "precision.compute=bf16", f"recompute.mode={mode}"),
+            ranks=4,
+            micro_batches=6,
+        )
+        for mode in ("none", "block")
+    ),
     Point(model="mlp", settings=(LEVELS[1],), ranks=2),
+    Point(model="mlp", settings=(LEVELS[2], "offload.optimizer=host"), ranks=2),
 ]
 
 

@@ -7,6 +7,7 @@ import pytest
 from zero3d.cli.plan import cluster_of
 from zero3d.cli.plan_model import asked
 from zero3d.planner.choice import Choice, ways_to_keep
+from zero3d.planner.footprint import footprint
 from zero3d.planner.judge import Aim, at_least, fits, impossible
 from zero3d.planner.search import group_of, layouts
 
@@ -57,3 +58,22 @@ def test_a_bound_is_no_more_than_the_footprint(aim: Aim, choices: list[Choice], 
         assert bound <= found, choice
         parts.append(bound / found)
     assert max(parts) > 0.5, "it says something"
+
+
+@pytest.mark.parametrize(("pp", "schedule", "stages_per_rank"), [(3, "1f1b", 1), (5, "zbh1", 1), (3, "interleaved", 2)])
+def test_what_fits_is_the_rank_that_holds_most(aim: Aim, pp: int, schedule: str, stages_per_rank: int) -> None:
+    """Blocks that do not divide: of five ranks one in the middle has more of them than the first."""
+    choice = Choice(
+        dp=1,
+        tp=1,
+        pp=pp,
+        samples=12,
+        micro_batch=1,
+        schedule=schedule,
+        stages_per_rank=stages_per_rank,
+        level=0,
+    )
+    keeping = choice.keeping(aim.weight, aim.threads)
+    totals = [footprint(aim.workload(1, False), keeping, rank).total for rank in range(pp)]
+    assert fits(aim, choice)[0].total == max(totals)
+    assert max(totals) > totals[0] or pp != 5

@@ -29,6 +29,7 @@ from zero3d.dryrun.fakes import Fakes
 from zero3d.dryrun.first_chunk import first_chunk_loss
 from zero3d.dryrun.held import Courses, Held, OfPart
 from zero3d.dryrun.operations import Dims, Listener, Operations, PartTally, PassTally
+from zero3d.dryrun.refusing import explained
 from zero3d.dryrun.whole_loss import whole_loss
 from zero3d.errors import UsageError
 from zero3d.linears import Linears
@@ -76,32 +77,30 @@ def count(
     Raises `UsageError` for a model that cannot run on tensors without data, and what the cut raises.
     """
     parallel = parallel.model_copy(update={"tp": tp, "sequence_parallel": sequence_parallel})
-    model = _on_meta(subject.build)
-    order, firsts = _kinds(model, subject.blocks)
-    cuts = tp > 1 and sequence_parallel  # Then the first and the last block are where whole and cut sequences meet.
-    typical = _inner(order, firsts) if cuts else firsts
-    few = sorted({*typical, 0, len(order) - 1}) if cuts and order else firsts
-    attempts = [few, list(range(len(order)))] if len(few) < len(order) else [few]
-    for at, chosen in enumerate(attempts):
-        try:
-            run = _Run(subject, model if at == 0 else _on_meta(subject.build), parallel, dtype, chosen)
-            tallies = [run.tally(samples) for samples in (1, 2)]
-            break
-        except UsageError:
-            raise
-        except Exception as error:
-            if at + 1 == len(attempts):
-                raise _refusal(subject, error) from error
+    what = f"{subject.name} cannot be run on tensors without data"
+    with explained(what):
+        model = _on_meta(subject.build)
+        order, firsts = _kinds(model, subject.blocks)
+        cuts = tp > 1 and sequence_parallel  # Then the first and the last block are where whole and cut sequences meet.
+        typical = _inner(order, firsts) if cuts else firsts
+        few = sorted({*typical, 0, len(order) - 1}) if cuts and order else firsts
+        attempts = [few, list(range(len(order)))] if len(few) < len(order) else [few]
+        for at, chosen in enumerate(attempts):
+            try:
+                run = _Run(subject, model if at == 0 else _on_meta(subject.build), parallel, dtype, chosen)
+                tallies = [run.tally(samples) for samples in (1, 2)]
+                break
+            except UsageError:
+                raise
+            except Exception:
+                if at + 1 == len(attempts):
+                    raise
     # Of one sample, parts of the sequence are side by side without a copy.
     counts = [(2, 3), (1, 1)] if cuts else [(1, 2)]
 
     def find(mode: str) -> Courses:
-        try:
+        with explained(what):
             return [run.courses(mode, *samples) for samples in counts]
-        except UsageError:
-            raise
-        except Exception as error:
-            raise _refusal(subject, error) from error
 
     held = Held([mode for mode in MODES if memory and (mode == "none" or order)], find)
     parts = [
@@ -127,14 +126,6 @@ def count(
         tp_buffers=run.axis_holds,
         path=run.path,
         ends=(parts[1], parts[-2]) if cuts and order else (),
-    )
-
-
-def _refusal(subject: Subject, error: Exception) -> UsageError:
-    reason = str(error).strip().partition("\n")[0]
-    return UsageError(
-        f"{subject.name} cannot be run on tensors without data: {type(error).__name__}: {reason}",
-        hint="What a model does must not depend on the values of tensors: no .item(), no `if` on a tensor.",
     )
 
 
@@ -277,7 +268,7 @@ class _Run:
         return changes, held
 
     def _enter(self, operations: Operations, part: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        operations.enter(part).entering += sum(one.nbytes for one in _floats((args, kwargs)))
+        operations.enter_with(part, _floats((args, kwargs)))
         return _wants_gradient(block, args, kwargs)
 
     def _leave(self, operations: Operations, part: int, block: nn.Module, args: Any, output: Any) -> None:
@@ -299,11 +290,13 @@ class _Run:
             forward=_pass(one.forward, two.forward),
             backward=_pass(one.backward, two.backward),
             weights=_products(one.weights, two.weights),
+            for_weights=_amount(one.for_weights, two.for_weights),
             parameters=own,
             borrowed=borrowed,
             saved=_amount(one.saved, two.saved),
             attention_saved=_amount(one.attention_saved, two.attention_saved),
             entering=_amount(one.entering, two.entering),
+            entering_saved=_amount(one.entering_saved, two.entering_saved),
             leaving=_amount(one.leaving, two.leaving),
         )
 
@@ -346,15 +339,16 @@ def _leave_out(model: nn.Module, path: str, chosen: set[int]) -> None:
 
 
 def _give_memory(model: nn.Module, dtype: torch.dtype) -> None:
-    """Tensors that have no data either, but are taken to be on a CPU."""
+    """Tensors that are taken to be on a CPU: without data too, but for small ones of integers, such as positions, which
+    models look up by: zeros."""
     for info in params.collect(model):
         chosen = dtype if info.dtype.is_floating_point else info.dtype
-        value = torch.empty(info.shape, dtype=chosen, device="cpu")
+        value = torch.zeros(info.shape, dtype=chosen, device="cpu")
         params.replace(model, info, nn.Parameter(value, requires_grad=info.trainable))
     for module in model.modules():
         for name, value in [*module.named_buffers(recurse=False), *vars(module).items()]:
             if isinstance(value, Tensor) and value.is_meta:
-                setattr(module, name, torch.empty(value.shape, dtype=value.dtype, device="cpu"))
+                setattr(module, name, torch.zeros(value.shape, dtype=value.dtype, device="cpu"))
 
 
 def _amount(one: float, two: float) -> Amount:

@@ -32,7 +32,8 @@ class _FirstChunk(torch.autograd.Function):
         rows = rows_at_a_time(*logits.shape)
         rest = logits.new_empty(logits.size(0) - rows, logits.size(1))
         with torch.enable_grad():
-            total = cross_entropy_sum(logits[:rows].detach().requires_grad_(), targets[:rows], columns, Terms())
+            first = logits[:rows].detach().requires_grad_()
+            total = cross_entropy_sum(first, targets[:rows], columns, Terms(), rows=rows)
         made: Any = total.grad_fn  # What it keeps, without the graph, which would keep the logits.
         ctx.shape, ctx.held = logits.shape, [*made.saved_tensors, rest]
         return total.detach()

@@ -4,6 +4,7 @@ What lives over steps counts by its kind for all of the step, as it does in ever
 in the step: `activations` is what forward and backward make, `buffers` what is made between them.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,9 +73,13 @@ def peak(lives: Iterable[Life], lasting: Mapping[str, int], depth: int = 3) -> P
     )
 
 
+OF_MICRO_BATCH = re.compile(r"[FBIW](\d+)(\.| of stage )")
+
+
 def micro_batch_of(action: str) -> int:
-    """1 of "F1.0"; -1 outside of actions."""
-    return int(action[1:].partition(".")[0]) if action else -1
+    """1 of "F1.0", and of "F1 of stage 0", as messages between stages are called; -1 of anything else."""
+    found = OF_MICRO_BATCH.match(action)
+    return int(found[1]) if found else -1
 
 
 def _cut(path: str, depth: int) -> str:

@@ -4,7 +4,7 @@ In forward a part is told by `enter`. A backward's operation belongs where its n
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
@@ -66,14 +66,18 @@ class PassTally:
 
 @dataclass
 class PartTally:
-    """See `workload.Part`; of one run. uses: parameter -> whether it is computed with, not looked up alone."""
+    """See `workload.Part`; of one run. uses: parameter -> whether it is computed with, not looked up alone; inputs:
+    storages that gradients of weights were made of."""
 
     forward: PassTally = field(default_factory=PassTally)
     backward: PassTally = field(default_factory=PassTally)
     weights: list[Dims] = field(default_factory=list)
+    for_weights: int = 0
+    inputs: set[int] = field(default_factory=set)
     saved: int = 0
     attention_saved: int = 0
     entering: int = 0
+    entering_saved: int = 0
     leaving: int = 0
     uses: dict[str, bool] = field(default_factory=dict)
 
@@ -85,6 +89,7 @@ class Operations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.parts: list[PartTally] = [PartTally()]
         self._at = 0
+        self._entering: set[int] = set()
         self._starts = [0]
         self._starting = [0]
         self._backward = False
@@ -103,6 +108,12 @@ class Operations(TorchDispatchMode):
         self._starting.append(part)
         return self.parts[part]
 
+    def enter_with(self, part: int, given: Sequence[Tensor]) -> None:
+        """What comes now is of this part, which is given these."""
+        tally = self.enter(part)
+        self._entering = {_storage(one) for one in given}
+        tally.entering += sum(one.nbytes for one in given)
+
     def enter_backward(self) -> None:
         self._backward = True
 
@@ -113,6 +124,8 @@ class Operations(TorchDispatchMode):
             self._kept[key] = tensor
             part, num_bytes = self.parts[self._at], tensor.untyped_storage().nbytes()
             part.saved += num_bytes
+            if key in self._entering:
+                part.entering_saved += num_bytes
             if self._is_score(tensor):
                 part.attention_saved += num_bytes
         return tensor
@@ -173,6 +186,7 @@ class Operations(TorchDispatchMode):
             tally.products.append(dims)
         elif self._backward and (a.dim() == 2 or tuple(out.shape) in self._shapes):
             part.weights.append(dims)
+            self._wait(part, a, b)
         elif a.dim() == 2:
             tally.products.append(dims)
         else:
@@ -196,6 +210,16 @@ class Operations(TorchDispatchMode):
         tally.products.append(dims)
         if self._backward:
             part.weights.append(dims)
+            self._wait(part, args[0], args[1])
+
+    def _wait(self, part: PartTally, *operands: Tensor) -> None:
+        """What a gradient of weights is made of. Some have one input together, which is among what is kept."""
+        for one in operands:
+            key = _storage(one)
+            if key not in part.inputs:
+                part.for_weights += one.numel() * one.element_size()
+            if key in self._kept:
+                part.inputs.add(key)
 
     def _is_score(self, tensor: Tensor) -> bool:
         return tensor.dim() >= 2 and (tensor.size(-2), tensor.size(-1), tensor.numel()) in self._scores

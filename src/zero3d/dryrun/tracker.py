@@ -67,7 +67,7 @@ class Tracker(TorchDispatchMode):
         result = func(*args, **kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._known:
-                self._see(leaf, (args, kwargs))
+                self._see(leaf, func, (args, kwargs))
         self._count(func, args, kwargs, result)
         return result
 
@@ -110,7 +110,8 @@ class Tracker(TorchDispatchMode):
         return found
 
     def calling(self, axis: str, verb: str, label: str, nbytes: int) -> Watched:
-        self._issued.setdefault(axis, []).append(self._action)
+        # What an action receives is asked for before it.
+        self._issued.setdefault(axis, []).append(self._action or label)
         return UNWATCHED.calling(axis, verb, label, nbytes)
 
     def queueing(self, queue: str, what: str) -> AbstractContextManager[None]:
@@ -124,12 +125,14 @@ class Tracker(TorchDispatchMode):
         finally:
             self._action = before
 
-    def _see(self, tensor: Tensor, arguments: Any) -> None:
-        """The first time that an operation gives this storage: it made it, or was given it."""
+    def _see(self, tensor: Tensor, func: Any, arguments: Any) -> None:
+        """The first time that an operation gives this storage: it made it, or was given it. (What it was given to write
+        to may be a tensor with data, and what it gives back one without for it.)"""
         storage: Any = tensor.untyped_storage()
         key = storage._cdata
         given = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
-        is_new = all(one.untyped_storage()._cdata != key for one in given)
+        written = any(one.alias_info is not None and one.alias_info.is_write for one in func._schema.returns)
+        is_new = not written and all(one.untyped_storage()._cdata != key for one in given)
         self._moment += 1
         life = Life(storage.nbytes() if is_new else 0, self._moment, self._where(), self._action)
         self.lives.append(life)

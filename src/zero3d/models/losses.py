@@ -67,21 +67,24 @@ def whole(vocabulary: int) -> Columns:
     return Columns(vocabulary=vocabulary, index=0, gather=lambda mine: mine.unsqueeze(0))
 
 
-def cross_entropy_sum(logits: Tensor, targets: Tensor, columns: Columns, terms: Terms) -> Tensor:
-    """logits [..., W], of which `columns` tells what they are; targets [...] of all columns -> the sum, fp32."""
+def cross_entropy_sum(
+    logits: Tensor, targets: Tensor, columns: Columns, terms: Terms, *, rows: int | None = None
+) -> Tensor:
+    """logits [..., W], of which `columns` tells what they are; targets [...] of all columns -> the sum, fp32.
+    rows: of a chunk, `rows_at_a_time` where it is None."""
     flat = logits.reshape(-1, logits.size(-1))
-    total: Tensor = _CrossEntropySum.apply(flat, targets.reshape(-1).long(), columns, terms)  # type: ignore[no-untyped-call]
+    step = rows_at_a_time(*flat.shape) if rows is None else rows
+    total: Tensor = _CrossEntropySum.apply(flat, targets.reshape(-1).long(), columns, terms, step)  # type: ignore[no-untyped-call]
     return total
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    """Rows in chunks, `rows_at_a_time`: only a chunk exists in fp32."""
+    """`step` rows at a time: only such a chunk exists in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, columns: Columns, terms: Terms) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, columns: Columns, terms: Terms, step: int) -> Tensor:
         gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
         total = torch.zeros((), dtype=torch.float32, device=logits.device)
-        step = rows_at_a_time(*logits.shape)
         for start in range(0, logits.size(0), step):
             part = slice(start, start + step)
             into = None if gradient is None else gradient[part]
@@ -97,7 +100,7 @@ class _CrossEntropySum(torch.autograd.Function):
                 "Use torch.nn.functional.cross_entropy where create_graph=True is needed."
             )
         (gradient,) = ctx.saved_tensors
-        return gradient * outer[0].to(gradient.dtype), None, None, None
+        return gradient * outer[0].to(gradient.dtype), None, None, None, None
 
 
 def _losses(logits: Tensor, targets: Tensor, columns: Columns, terms: Terms, gradient: Tensor | None) -> Tensor:

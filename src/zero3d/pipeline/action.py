@@ -40,6 +40,19 @@ class Action:
         return f"{self}.{self.stage}"
 
 
+def taken_before(actions: Sequence[Action], stage: int) -> dict[int, list[int]]:
+    """Micro-batch of each forward of a stage -> those whose gradients the stage has taken since the forward before it,
+    in the order of its rank's `actions`."""
+    found: dict[int, list[int]] = {}
+    taken: list[int] = []
+    for action in actions:
+        if action.stage == stage and action.kind is Kind.FORWARD:
+            found[action.micro_batch], taken = taken, []
+        elif action.stage == stage and action.kind is not Kind.WEIGHT:
+            taken.append(action.micro_batch)
+    return found
+
+
 def whole_backwards(actions: Sequence[Action]) -> list[Action]:
     """The same with one B for an I of the first stage that its W follows at once: no stage waits for what the I gives,
     and nothing is gained by keeping what the W needs.

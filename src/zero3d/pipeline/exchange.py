@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zero3d.contracts import Axis, Pending
 from zero3d.errors import UsageError
-from zero3d.pipeline.action import Action, Kind
+from zero3d.pipeline.action import Action, taken_before
 from zero3d.pipeline.specs import Spec, values_of
 
 Signature = tuple[Any, ...]
@@ -75,13 +75,7 @@ class Boundary:
     def follow(self, actions: Sequence[Action]) -> None:
         """What the other side's rank does in a step, in order: a forward that comes from it tells that the gradients of
         its backwards before that one have arrived there."""
-        self._taken = {}
-        taken: list[int] = []
-        for action in actions:
-            if action.stage == self.stage and action.kind is Kind.FORWARD:
-                self._taken[action.micro_batch], taken = taken, []
-            elif action.stage == self.stage and action.kind is not Kind.WEIGHT:
-                taken.append(action.micro_batch)
+        self._taken = taken_before(actions, self.stage)
 
     def send(self, number: int, signature: Signature, given: Mapping[str, Tensor], specs: Mapping[str, Spec]) -> None:
         """`given`: all tensors that there are to be carried, by name."""

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from zero3d.offload.budget import HostNeed
 from zero3d.pipeline.action import Action, Kind
-from zero3d.planner.keeping import DTYPES, Keeping
-from zero3d.planner.speed import BYTES
+from zero3d.planner.keeping import DTYPES, Keeping, Place
 from zero3d.planner.standing import Standing, courses_of, standing_of
 from zero3d.planner.workload import Amount, Workload
 
@@ -83,7 +82,7 @@ class _Way:
         self._workload, self._keeping, self._standing = workload, keeping, standing
         self._at_stage = standing.at_stage
         self._forwards: dict[int, tuple[float, float]] = {}
-        self._backwards: dict[tuple[int, int], float] = {}
+        self._backwards: dict[tuple[Kind, int, int], float] = {}
         self._last = keeping.stages - 1
         self._samples = keeping.micro_batch
         self._crossing = int(workload.blocks[0].leaving.of(self._samples)) if keeping.stages > 1 else 0
@@ -96,24 +95,25 @@ class _Way:
         peak, at, most = 0.0, "", 0
         for number, action in enumerate(actions):
             key = (action.stage, action.micro_batch)
+            if action.kind is Kind.FORWARD:
+                self._arrive(sent, action)
             coming = self._coming(actions, number)
             others = sum(live.values()) + sum(sent.values()) + coming - live.get(key, 0.0)
             if action.kind is Kind.FORWARD:
-                start = self._crossing if action.stage else 0.0
+                start = self._crossing if action.stage and action.stage - 1 not in self._at_stage else 0.0
                 top, net = self._forward(action.stage)
                 highest = others + start + top
-                live[key] = start + net
-                self._arrive(sent, action)
+                live[key] = start + net + self._kept(action.stage)
             elif action.kind is Kind.WEIGHT:
                 highest = others + live.pop(key)
             else:
                 received = self._crossing if action.stage < self._last else 0.0
-                backward = self._backward(action.stage, received, self._standing.waiting[number])
+                backward = self._backward(action, received, self._standing.waiting[number])
                 highest = others + live[key] + received + backward
                 if action.kind is Kind.BACKWARD:
                     live.pop(key)
                 else:
-                    live[key] = min(live[key], self._for_weights(action.stage))
+                    live[key] = self._for_weights(action.stage)
                 if action.stage:
                     sent[key] = self._crossing
             most = max(most, len(live))
@@ -142,11 +142,18 @@ class _Way:
         receives = after.stage > 0 if after.kind is Kind.FORWARD else after.stage < self._last
         return self._crossing if receives else 0.0
 
+    def _kept(self, stage: int) -> float:
+        """Of what a stage gives, which is kept until its gradient comes, what its last block's part does not count:
+        that has it where blocks keep what they are given."""
+        blocks = [place.part for place in self._at_stage[stage] if place.block]
+        if stage == self._last or not blocks or self._keeping.recompute != "none":
+            return 0.0
+        return self._crossing - min(blocks[-1].entering_saved.of(self._samples), self._crossing)
+
     def _arrive(self, sent: dict[tuple[int, int], float], action: Action) -> None:
         """A forward that comes tells that the gradients sent before it have arrived."""
-        for key in [key for key in sent if key[0] == action.stage]:
-            if key[1] < action.micro_batch:
-                del sent[key]
+        for micro_batch in self._standing.arrived.get((action.stage, action.micro_batch), ()):
+            sent.pop((action.stage, micro_batch), None)
 
     def _forward(self, stage: int) -> tuple[float, float]:
         """(the highest, bytes that stay)."""
@@ -160,20 +167,21 @@ class _Way:
         self._forwards[stage] = top, level
         return top, level
 
-    def _backward(self, stage: int, received: float, waiting: Mapping[int, Sequence[int]]) -> float:
+    def _backward(self, action: Action, received: float, waiting: Mapping[int, Sequence[int]]) -> float:
         """The highest above the start."""
-        key = (stage, id(waiting))
+        key = (action.kind, action.stage, id(waiting))
         if key not in self._backwards:
-            self._backwards[key] = self._through_backward(stage, received, waiting)
+            self._backwards[key] = self._through_backward(action, received, waiting)
         return self._backwards[key]
 
-    def _through_backward(self, stage: int, received: float, waiting: Mapping[int, Sequence[int]]) -> float:
+    def _through_backward(self, action: Action, received: float, waiting: Mapping[int, Sequence[int]]) -> float:
         level = top = 0.0
-        for at, place in enumerate(reversed(self._at_stage[stage])):
+        for at, place in enumerate(reversed(self._at_stage[action.stage])):
             course = courses_of(place.part, self._keeping)[1]
             for rise, wait in zip(course.rises, waiting[place.number]):
                 top = max(top, level + wait + _highest(rise.tops, self._samples))
             level += course.net.of(self._samples) + (received if at == 0 else 0.0)
+            level += self._left(place) if action.kind is Kind.INPUT else 0.0
             if received and place.block:  # A stage keeps what its blocks have given until its backward is over.
                 level += GIVEN * self._crossing
         return top
@@ -181,14 +189,10 @@ class _Way:
     def _for_weights(self, stage: int) -> float:
         """What the other half of a backward leaves: of products in blocks, their inputs and the gradients of what they
         gave."""
-        width = BYTES[self._workload.dtype]
-        rows = (
-            product.m * (product.n + product.k) * product.times
-            for place in self._at_stage[stage]
-            if place.block
-            for product in place.part.weights
-        )
-        return sum(rows) * width * self._samples
+        return sum(map(self._left, self._at_stage[stage]))
+
+    def _left(self, place: Place) -> float:
+        return place.part.for_weights.of(self._samples) if place.block else 0.0
 
 
 def _highest(tops: Sequence[Amount], samples: float) -> float:

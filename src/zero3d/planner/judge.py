@@ -183,8 +183,7 @@ def fits(aim: Aim, choice: Choice) -> tuple[Footprint, Rejected | None]:
     """The footprint of the rank that holds most, and why it does not fit, if so."""
     workload = aim.workload(choice.tp, choice.sequence_parallel)
     keeping = choice.keeping(aim.weight, aim.threads)
-    indices = dict.fromkeys((0, choice.pp - 1))
-    found = [footprint(workload, keeping, index, micro_batches=few(choice)) for index in indices]
+    found = [footprint(workload, keeping, index, micro_batches=few(choice)) for index in _fullest(workload, choice)]
     most = max(found, key=lambda one: one.total)
     if most.total > aim.memory:
         reason = f"{gb(most.total)} of {gb(aim.memory)} that a device has for it"
@@ -194,6 +193,18 @@ def fits(aim: Aim, choice: Choice) -> tuple[Footprint, Rejected | None]:
         reason = f"{gb(host.host_bytes)} of its host, which has {gb(aim.host_of_rank)} a rank"
         return host, refusal(choice, "does not fit", reason, host.host_bytes, "host bytes")
     return most, None
+
+
+def _fullest(workload: Workload, choice: Choice) -> list[int]:
+    """Ranks of the pipeline of which one holds most: the first, the last, and where others have more blocks than the
+    first, the first of those that have so many."""
+    if choice.pp == 1:
+        return [0]
+    stages = stage_blocks(workload, Run(pp=choice.pp, stages_per_rank=choice.stages_per_rank))
+    placed = find(choice.schedule).placement(len(stages), choice.pp)
+    blocks = [sum(len(stages[stage]) for stage in mine) for mine in placed]
+    more = {number: rank for rank, number in reversed(list(enumerate(blocks))) if number > blocks[0]}
+    return sorted({0, choice.pp - 1, *more.values()})
 
 
 def timed(aim: Aim, choice: Choice, *, simulated: bool = True) -> StepTime:

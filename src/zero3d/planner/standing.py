@@ -2,12 +2,12 @@
 buffers and waiting gradients of each turn, by going through a step's gathers and reductions on paper. Pure.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from zero3d.comm.bucket import Bucket
-from zero3d.pipeline.action import Action, Kind
+from zero3d.pipeline.action import Action, Kind, taken_before, whole_backwards
 from zero3d.pipeline.schedules.own import find
 from zero3d.planner.gathering import PaperWindows
 from zero3d.planner.keeping import Keeping, Place, places
@@ -23,13 +23,16 @@ Waiting = Mapping[int, Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Standing:
-    """waiting: of each action that is a turn, by its number; pools: bytes that gathers and reductions keep"""
+    """waiting: of each action that is a turn, by its number; pools: bytes that gathers and reductions keep
+    arrived: (stage, micro-batch) of a forward -> micro-batches whose gradients have come to the stage before it then
+    """
 
     actions: Sequence[Action]
     at_stage: Mapping[int, Sequence[Place]]
     held: Held
     kept: Lasting
     waiting: Mapping[int, Waiting]
+    arrived: Mapping[tuple[int, int], Sequence[int]]
     pools: int
 
     @property
@@ -42,7 +45,8 @@ class Standing:
 def standing_of(workload: Workload, keeping: Keeping, index: int) -> Standing:
     """Of a rank that is number `index` on pp, in a step of `keeping`'s number of micro-batches. Of its samples counts
     only whether there is more than one."""
-    actions = all_actions(keeping, keeping.micro_batches)[index]
+    ranks = all_actions(keeping, keeping.micro_batches)
+    actions = ranks[index]
     at_stage, held = _parts(workload, _for_buckets(keeping), tuple(sorted({action.stage for action in actions})))
     kept = lasting(keeping, held)
     reducer = PaperReducer([bucket for bucket in held.buckets if bucket.trainable], keeping, kept.away)
@@ -55,13 +59,30 @@ def standing_of(workload: Workload, keeping: Keeping, index: int) -> Standing:
                 windows.forward(blocks, held.outside)
                 windows.backward(blocks, held.outside)
     waiting = _turns(reducer, keeping, at_stage, actions)
-    pools = reducer.pool.total + reducer.axis_pool.total
-    return Standing(actions=actions, at_stage=at_stage, held=held, kept=kept, waiting=waiting, pools=pools)
+    return Standing(
+        actions=actions,
+        at_stage=at_stage,
+        held=held,
+        kept=kept,
+        waiting=waiting,
+        arrived=_arrived(ranks, at_stage),
+        pools=reducer.pool.total + reducer.axis_pool.total,
+    )
+
+
+def _arrived(ranks: Sequence[Sequence[Action]], stages: Iterable[int]) -> dict[tuple[int, int], Sequence[int]]:
+    rank_of = {action.stage: actions for actions in ranks for action in actions}
+    return {
+        (stage, micro_batch): taken
+        for stage in stages
+        if stage
+        for micro_batch, taken in taken_before(rank_of[stage - 1], stage - 1).items()
+    }
 
 
 @lru_cache(maxsize=256)
 def _schedule(name: str, stages: int, ranks: int, micro_batches: int) -> Sequence[Sequence[Action]]:
-    return find(name).actions(stages, ranks, micro_batches)
+    return [whole_backwards(actions) for actions in find(name).actions(stages, ranks, micro_batches)]
 
 
 def all_actions(keeping: Keeping, micro_batches: int) -> Sequence[Sequence[Action]]:

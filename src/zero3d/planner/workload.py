@@ -128,10 +128,12 @@ class Part:
     """A block of some kind, or all that comes before or after the blocks.
 
     backward: without the gradients of weights, which are `weights`
+    for_weights: bytes of what these are made of; an input of several products counts once
     parameters: in the model's order, each where it is first used; borrowed: those of other parts that it uses too
     saved: bytes that autograd keeps for the backward; a tensor counts where it is first kept
     attention_saved: of these, what recomputing the inner part of attention spares
-    entering, leaving: bytes of the tensors that come from the part before and go to the next
+    entering, leaving: bytes of the tensors that come from the part before and go to the next; entering_saved: of the
+    first, those that autograd keeps
     courses: (forward, backward) by `recompute.mode`; of_one: of a single sample, where several are not on its line
     buffers: bytes of buffers of its modules
     """
@@ -140,11 +142,13 @@ class Part:
     forward: Pass = Pass()
     backward: Pass = Pass()
     weights: Sequence[Product] = ()
+    for_weights: Amount = Amount()
     parameters: Sequence[Parameter] = ()
     borrowed: Sequence[Parameter] = ()
     saved: Amount = Amount()
     attention_saved: Amount = Amount()
     entering: Amount = Amount()
+    entering_saved: Amount = Amount()
     leaving: Amount = Amount()
     courses: Mapping[str, tuple[Course, Course]] = field(default_factory=dict)
     of_one: Mapping[str, tuple[Course, Course]] = field(default_factory=dict)
