@@ -12,7 +12,7 @@ from torch import Tensor
 from zero3d.models.losses import Columns, whole
 from zero3d.tensor.loss import SplitLogits
 
-FEW_COLUMNS = 1 << 14
+SMALL_VOCABULARY = 1 << 14
 """Of so many a chunk is no larger than 16 MB in fp32 with up to 8,192 rows."""
 
 
@@ -26,12 +26,12 @@ def whole_loss(output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
 
 
 class _Whole(torch.autograd.Function):
-    """As `models.losses` goes through the logits of a chunk. Where they have few columns the chunk stays in a cache:
+    """As `models.losses` goes through the logits of a chunk. With a small vocabulary it stays in a cache:
     memory is read for the logits, and written for their gradient, and one row stands for what is done in between."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, columns: Columns) -> Tensor:
-        part = logits[:1] if logits.size(1) <= FEW_COLUMNS else logits
+        part = logits[:1] if columns.vocabulary <= SMALL_VOCABULARY else logits
         top = logits.amax(1).float()
         p = torch.sub(part, top[: len(part)].unsqueeze(1)).exp_()
         tops, sums, _ = columns.gather(torch.stack([top, p.sum(1).expand(len(top)), top])).unbind(1)
