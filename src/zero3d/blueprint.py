@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from zero3d.computed import is_fake
+from zero3d.computed import computed, is_fake
 from zero3d.errors import UsageError
 
 Values = Callable[[], Tensor]
@@ -45,7 +45,7 @@ class Blueprint:
         if out.is_meta or is_fake(out):
             return
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            out.copy_(self.values[name]())
+            out.copy_(computed(self.values[name])())
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from zero3d.errors import ConfigError
 from zero3d.layout import Layout
 
 Positive = Annotated[int, Field(ge=1)]
+Tokens = Annotated[int, Field(ge=1, le=1 << 24)]
 NotNegative = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -114,7 +115,7 @@ class Data(Section):
     """"python-stdlib" (the running Python's source files), a text file, a folder of text, or a token file."""
     tokenizer: str = "bytes"
     """"bytes", or the path of a Hugging Face `tokenizers` JSON file."""
-    sequence_length: Positive = 256
+    sequence_length: Tokens = 256
     """Tokens a sample is trained on."""
     global_batch: Annotated[int, Field(ge=1, le=10_000_000)] = 32
     """Samples in one step, over all ranks and micro-batches."""

@@ -173,7 +173,7 @@ def expected(schema: Mapping[str, Any]) -> str:
     noun = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
     limits = {"minimum": "at least", "exclusiveMinimum": "above"}
     limits |= {"maximum": "at most", "exclusiveMaximum": "below"}
-    bounds = [f"{words} {schema[name]:g}" for name, words in limits.items() if name in schema]
+    bounds = [f"{words} {schema[name]:.12g}" for name, words in limits.items() if name in schema]
     return " ".join((noun[schema["type"]], " and ".join(bounds))).rstrip()
 
 

@@ -72,3 +72,8 @@ class DivergedError(Zero3dError, RuntimeError):
 
 class RankFailedError(Zero3dError, RuntimeError):
     """A rank died or did not answer within the time-out."""
+
+
+def one_line(error: BaseException) -> str:
+    """Its kind and all that it says, for a message."""
+    return ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split()))))

@@ -96,6 +96,7 @@ def test_a_profile_has_what_was_measured() -> None:
     assert (cluster.inside.latency, cluster.inside.bandwidth) == pytest.approx((3e-5, 2e9)), "a ring of 4 has 3 steps"
     assert device.rates.link == pytest.approx(0.5), "what groups of four reach of it"
     assert (device.rates.pair, device.rates.hop) == pytest.approx((1.0, 5e-5))
+    assert cluster.spread == 0.05
     assert (host.memory, host.cores, host.update, host.copy_rate) == (16e9, 4, 3e8, 4e9)
     assert cluster.across == cluster.inside
 
@@ -132,6 +133,10 @@ def test_the_planner_takes_a_profile(tmp_path: Path) -> None:
 def test_what_is_odd_is_said() -> None:
     told = " ".join(notes(MEASURED))
     assert "bf16 7 times" in told and "fp16" not in told, "50 of 60 GFLOP/s is not slow"
+    assert 'precision.compute = "fp32" is the fastest' in told
+    mixed = replace(MEASURED, products=products({"fp32": 60e9, "bf16": 480e9, "fp16": 20e9}, 20))
+    told_of_it = " ".join(notes(mixed))
+    assert "fp16 3 times" in told_of_it and 'precision.compute = "bf16" is the fastest' in told_of_it
     assert "between nodes were not measured" in told and "vary" not in told
     even = replace(MEASURED, products=products({"fp32": 60e9, "bf16": 120e9}, 20), spread=0.4)
     told = " ".join(notes(even))

@@ -35,6 +35,17 @@ def test_the_papers_example_for_programs() -> None:
         assert sum(one["device_by_kind"].values()) == one["device_bytes"]
 
 
+@pytest.mark.parametrize("name", ["--devices", "--world"])
+def test_other_verbs_names_of_dp(name: str) -> None:
+    words = ("--params", "7.5B", "--json")
+    assert memory(*words, name, "64") == memory(*words, "--dp", "64")
+
+
+@pytest.mark.parametrize("name", ["--weights", "--gradients", "--k"])
+def test_bytes_that_no_parameter_takes(name: str) -> None:
+    assert name in memory("--params", "1B", name, "1000000000000", code=2)
+
+
 def test_several_sizes_of_dp_are_a_line_each() -> None:
     lines = memory("--params", "1B", "--dp", "1,4,16", "--offload", "none", "--json").splitlines()
     events = [json.loads(line) for line in lines]
@@ -105,7 +116,7 @@ def test_the_tables_for_people() -> None:
         ("1.3T", 1_300_000_000_000),
         ("124439808", 124_439_808),
         ("124,439,808", 124_439_808),
-        ("10.5", 11),
+        ("0.067B", 67_000_000),
     ],
 )
 def test_numbers_of_parameters(text: str, number: int) -> None:
@@ -113,7 +124,23 @@ def test_numbers_of_parameters(text: str, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "many", "7.5BB", "-1e9", "0", "0.5", "1e400", "nan", "inf", "1.2.3", "7.5e", "1e19"]
+    "text",
+    [
+        "",
+        "many",
+        "7.5BB",
+        "-1e9",
+        "0",
+        "0.5",
+        "1e400",
+        "nan",
+        "inf",
+        "1.2.3",
+        "7.5e",
+        "1e19",
+        "1.5",
+        "1e999999999999999999999",
+    ],
 )
 def test_what_is_no_number_of_parameters(text: str) -> None:
     with pytest.raises(UsageError) as caught:
@@ -133,6 +160,7 @@ def test_what_is_no_size_of_dp(text: str) -> None:
     [
         (["--params", "lots"], "7.5e9"),
         (["--params", "1B", "--dp", "none"], "1,4,16,64"),
+        (["--params", "1.5"], "7.5B"),
         (["--params", "1B", "--offload", "weights"], "optimizer, parameters, none"),
         (["--params", "1B", "--offload", "parameters", "--level", "2"], "--level 3"),
         (["--params", "1B", "--offload", "optimizer", "--level", "0"], "--level 1"),

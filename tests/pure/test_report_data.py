@@ -188,12 +188,12 @@ def test_a_plan_that_contradicts_itself_is_left_out(tmp_path: Path) -> None:
 def test_without_a_trace_the_schedule_is_drawn_on_paper(tmp_path: Path) -> None:
     problems: list[str] = []
     paper = gantt(contents.read(fill(tmp_path / "run", traced=False)), problems)
-    assert paper is not None and paper.title == "Planned timeline" and not problems
+    assert paper is not None and paper.title == "The schedule on paper" and not problems
     assert "bubble of 25.0%" in paper.told, "1F1B, p = 2, m = 4: (p - 1)/m"
     traced = gantt(contents.read(fill(tmp_path / "other")), problems)
-    assert traced is not None and traced.title == "Planned and measured timeline" and not problems
+    assert traced is not None and traced.title == "The schedule at mean times and the measured step" and not problems
     assert [row[0] for row in traced.table.rows] == [
-        *("rank 0, planned", "rank 2, planned"),
+        *("rank 0, at mean times", "rank 2, at mean times"),
         *("rank 0, measured", "rank 2, measured"),
     ]
 

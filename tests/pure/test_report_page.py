@@ -125,11 +125,23 @@ def test_figures_have_the_numbers_of_the_run(tmp_path: Path) -> None:
     assert found["throughput"][0]["y"] == [2000] * 10
     weights = found["memory"][0]
     assert weights["name"] == "weights" and weights["x"] == [80, 80, 72, 72]
-    assert weights["y"] == ["ranks 0-1, planned", "ranks 0-1, measured", "ranks 2-3, planned", "ranks 2-3, measured"]
+    assert weights["y"] == [
+        *("ranks 0-1, model states", "ranks 0-1, measured"),
+        *("ranks 2-3, model states", "ranks 2-3, measured"),
+    ]
     assert {one["name"]: one["x"] for one in found["sent"]} == {"over dp": [40, 36], "over pp": [64, 64]}
     forwards = found["timeline"][0]
-    assert forwards["name"] == "forward" and len(forwards["x"]) == 2 * 2 * 4, "2 ranks, planned and measured, 4 each"
+    assert forwards["name"] == "forward" and len(forwards["x"]) == 2 * 2 * 4, (
+        "2 ranks, at mean times and measured, 4 each"
+    )
     assert forwards["x"] == pytest.approx([1] * 16) and forwards["base"][:4] == pytest.approx([0, 1, 6, 9])
+
+
+def test_a_table_that_goes_on_at_a_side_shows_it() -> None:
+    """On a phone it was cut there; a picture is no test, but without covers that move there is no such shade."""
+    style = (Path(contents.__file__).parent / "page.css").read_text(encoding="utf-8").partition(".scroll {")[2]
+    rule = style.partition("}")[0]
+    assert rule.count("local") == 2 == rule.count("var(--shade)")
 
 
 def test_nothing_in_it_needs_a_network(tmp_path: Path) -> None:

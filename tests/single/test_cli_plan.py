@@ -1,6 +1,7 @@
 """`zero3d plan`: what it chooses and rejects, with numbers; what it writes; what it refuses."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,12 @@ def test_tables_for_people(tiny: str, described: str) -> None:
     for text in ("tokens/s", "MFU", "bubble", "One setting changed", "Rejected", "Its own error", "8%", "calls"):
         assert text in told
     assert "0.0 GB" not in told
+    assert "calibrated machine" in told and "published runs" not in told
+    memory = told.partition("Memory of the rank")[2]
+    assert "level" in memory.splitlines()[2] and "varied" not in told
+    tree = json.loads(Path(described).read_text())
+    Path(described).write_text(json.dumps(tree | {"spread": 0.4}))
+    assert "timings varied by 40%" in plan("--model", tiny, "--devices", "4", "--device", described, "--top", "1")
     rows = [" ".join(line.split()) for line in told.partition("Rejected")[2].splitlines() if " x " in line]
     layouts = [(row.split()[:5], why) for row in rows for why in ("cannot be", "does not fit", "slower") if why in row]
     assert layouts and all(layouts.count(one) == 1 for one in layouts)
@@ -128,6 +135,29 @@ def test_a_model_that_fits_nowhere_says_the_least_that_would(described: str) -> 
     assert "nothing fits 1 x CPU" in done.stderr and "What would do" in done.stderr
 
 
+def test_where_the_host_is_too_small_the_least_is_of_the_host(described: str, tmp_path: Path) -> None:
+    """Once it named the host's memory of the layout that takes the least of a device, and not what the machine has."""
+    tree = json.loads(Path(described).read_text())
+    tree["device"]["memory"] = 1e9
+    Path(described).write_text(json.dumps(tree))
+    words = ("--model", "gpt2", "--devices", "2", "--device", described, "--sequence", "64", "--top", "1")
+    told = plan(*words, "--host-memory", "1", code=2)
+    text = " ".join(told.split())
+    assert "of the 900 MB that a run may take of each machine's 1.00 GB" in text
+    assert "of its host, which has 450 MB a rank" in text.partition("the nearest of them")[2][:200]
+    (enough,) = map(int, re.findall(r"machines of [\d.]+ GB of memory \(--host-memory (\d+)\)", text))
+    plan(*words, "--host-memory", str(enough))
+    plan(*words, "--host-memory", str(enough - 1), code=2)
+    tree["device"]["memory"] = 1e8
+    Path(described).write_text(json.dumps(tree))
+    text = " ".join(plan(*words, "--host-memory", "1", code=2).split())
+    both = re.search(r"devices of ([\d.]+) MB and machines of [\d.]+ GB of memory \(--host-memory (\d+)\)", text)
+    assert both is not None, text
+    tree["device"]["memory"] = float(both[1]) * 1e6
+    Path(described).write_text(json.dumps(tree))
+    plan(*words, "--host-memory", both[2])
+
+
 def test_public_models_and_transformers_folders(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     told = {
@@ -144,9 +174,62 @@ def test_public_models_and_transformers_folders(tmp_path: Path) -> None:
     words = ("--devices", "2", "--device", "A100", "--json")
     event = json.loads(plan("--model", str(tmp_path), *words))
     assert event["plans"] and event["sequence"] == 64
+    out = tmp_path / "hf.toml"
+    told_of_it = plan("--model", str(tmp_path), *words[:-1], "--out", str(out))
+    assert "model.path is to be filled in" in " ".join(told_of_it.split())
+    for verb in (["train", str(out), "--allow-code"], ["dryrun", str(out), "--allow-code"]):
+        refused = CliRunner().invoke(app, verb)
+        assert refused.exit_code == 2 and "is to be filled in" in refused.stderr and "--model FOLDER" in refused.stderr
+    done = CliRunner().invoke(app, ["dryrun", str(out), "--model", str(tmp_path), "--json"])
+    assert done.exit_code == 0, done.stderr
+    peak = max(one["peak_bytes"] for one in json.loads(done.stdout)["ranks"])
+    assert event["plans"][0]["peak_bytes"] == pytest.approx(peak, rel=0.02)
     del told["hidden_size"]
     (tmp_path / "config.json").write_text(json.dumps(told))
     assert "hidden_size" in plan("--model", str(tmp_path), *words, code=2)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("device.flops", {}),
+        ("device.flops", {"fp8": 1e12}),
+        ("device.flops", {"fp32": 5e-324}),
+        ("device.bandwidth", 1e-300),
+        ("device.memory", float("inf")),
+        ("device.memory", float("nan")),
+        ("device.launch", float("inf")),
+        ("device.rates", {**PRESETS["CPU"].device.rates.model_dump(), "moving": 5e-324}),
+        ("host.memory", float("inf")),
+        ("host.cores", 10**30),
+        ("inside", {"latency": 0, "bandwidth": 1e-300}),
+    ],
+)
+def test_a_profile_with_numbers_that_no_device_has(described: str, key: str, value: object) -> None:
+    """Once KeyError, ZeroDivisionError after seconds, or a plan."""
+    tree = json.loads(Path(described).read_text())
+    *above, last = key.split(".")
+    (tree[above[0]] if above else tree)[last] = value
+    Path(described).write_text(json.dumps(tree))
+    told = plan("--model", "gpt2", "--devices", "2", "--device", described, code=2)
+    assert "Traceback" not in told and ("no profile of a cluster" in told or "products in fp32" in told)
+
+
+def test_a_profile_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(b"\xff\xfe{}")
+    assert "UTF-8" in plan("--model", "gpt2", "--devices", "2", "--device", str(path), code=2)
+
+
+@pytest.mark.parametrize("number", [1.0, 1e24])
+def test_the_least_and_the_most_of_a_profile(described: str, number: float) -> None:
+    tree = json.loads(Path(described).read_text())
+    tree["device"] |= {"flops": {"fp32": number}, "bandwidth": number}
+    for link in ("inside", "across"):
+        tree[link] |= {"bandwidth": number}
+    tree["host"] |= {"update": number, "copy_rate": number}
+    Path(described).write_text(json.dumps(tree))
+    assert "tokens/s" in plan("--model", "gpt2", "--devices", "2", "--device", described, "--top", "1")
 
 
 @pytest.mark.parametrize(
@@ -159,6 +242,9 @@ def test_public_models_and_transformers_folders(tmp_path: Path) -> None:
         (("--model", "some.where:build", "--devices", "2", "--device", "H100"), ("--allow-code",)),
         (("--model", "no/such/folder", "--devices", "2", "--device", "H100"), ("no/such/folder",)),
         (("--model", "gpt2", "--devices", "2", "--device", "H100", "--out", "plan.yaml"), ("plan.toml",)),
+        (("--model", " ", "--devices", "2", "--device", "H100"), ("--model is empty",)),
+        (("--model", "gpt2", "--devices", "2", "--device", "H100", "--host-memory", "inf"), ("--host-memory inf",)),
+        (("--model", "gpt2", "--devices", "2", "--device", "H100", "--host-memory", "nan"), ("--host-memory nan",)),
     ],
 )
 def test_bad_input(words: tuple[str, ...], hints: tuple[str, ...]) -> None:

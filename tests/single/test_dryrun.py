@@ -81,6 +81,10 @@ def test_roles_are_rehearsed_and_only_as_many_micro_batches_as_are_needed() -> N
         for axis in ("tp", "pp"):
             slope = others.traffic[axis].sent - some.traffic[axis].sent
             assert rank.traffic[axis].sent == some.traffic[axis].sent + slope * (64 - found.rehearsed)
+            for verb, number in rank.traffic[axis].calls.items():
+                slope = others.traffic[axis].calls[verb] - some.traffic[axis].calls[verb]
+                assert number == some.traffic[axis].calls[verb] + slope * (64 - found.rehearsed), verb
+        assert {"send", "recv"} <= set(rank.traffic["pp"].calls)
         assert rank.traffic["dp"].sent == some.traffic["dp"].sent
     assert found.bubble == pytest.approx(3 / 64, rel=0.5)
 
@@ -121,7 +125,7 @@ class Fails(Looks):
 
 @pytest.mark.parametrize(
     ("model", "told"),
-    [(Looks, "test_dryrun.py:"), (Picks, "aten::index"), (Fails, "cannot be rehearsed: RuntimeError")],
+    [(Looks, "test_dryrun.py:"), (Picks, "aten::index"), (Fails, "raised RuntimeError: shape")],
 )
 def test_a_way_that_hangs_on_values_is_refused(model: type[nn.Module], told: str) -> None:
     def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
@@ -147,7 +151,7 @@ def test_one_stage_that_fails_ends_all() -> None:
             return x
 
     x = torch.zeros(4, 8)
-    with pytest.raises(UsageError, match="cannot be rehearsed: RuntimeError: shape"):
+    with pytest.raises(UsageError, match="the model or its loss raised RuntimeError: shape"):
         rehearse(job(FailsLate, 4, "parallel.pp=4", loss=lambda output, batch: (output.sum(), 1), batch=(x, x)))
 
 
@@ -192,6 +196,12 @@ def test_the_verb_tells_people_and_programs(tmp_path: Path) -> None:
     assert shown.exit_code == 0
     assert "rank 5" in shown.stdout
     assert "all-reduce" in shown.stdout
+    assert 'Vocabulary of 256, that of data.tokenizer = "bytes"; --vocabulary rehearses another.' in shown.stdout
+    twice = run("examples/3d.toml", "--rank", "5", "--rank", "5", "--vocabulary", "512")
+    assert twice.stdout.count("rank 5") == shown.stdout.count("rank 5")
+    assert "Vocabulary" not in twice.stdout
+    alone = run("examples/demo.toml", "--set", "parallel.dp=1")
+    assert "a step on 1 rank:" in alone.stdout
 
 
 @pytest.mark.parametrize(
@@ -201,6 +211,9 @@ def test_the_verb_tells_people_and_programs(tmp_path: Path) -> None:
         (["examples/3d.toml", "--world", "12"], "12"),
         (["examples/none.toml"], "examples/none.toml"),
         (["examples/demo.toml", "--model", "/nowhere"], "cannot be read"),
+        (["examples/3d.toml", "--vocabulary", "999999999999"], "2,147,483,648 is the most"),
+        (["examples/3d.toml", "--set", "data.sequence_length=99999999999"], "at most 16777216"),
+        (["examples/3d.toml", "--micro-batches", "1000000000000"], "micro_batches"),
     ],
 )
 def test_what_cannot_be_is_refused(words: list[str], told: str) -> None:
@@ -249,3 +262,61 @@ def test_any_module_is_rehearsed_from_python() -> None:
     assert (found.world, rank.rank) == (64, 63)
     with pytest.raises(UsageError, match="no rank 64"):
         zero3d.rehearse(model.build, model.loss, batch=model.batch(4), world=64, ranks=[64])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        *(({"world": world}, "world = ") for world in (0, -1, 1.5, float("nan"), "4", True, 10**12)),
+        *(({"micro_batches": number}, "micro_batches = ") for number in (0, -1, 1.5, 10**12)),
+        *(({"ranks": ranks}, "ranks = ") for ranks in (3, [0.5], "0")),
+        *(({"config": config}, "config = ") for config in (3, [1])),
+        ({"loss": None}, "loss = None"),
+        *(({"batch": batch}, "no tensor with elements") for batch in ({}, torch.zeros(0, 96), None)),
+    ],
+)
+def test_arguments_are_checked_before_any_work(wrong: dict[str, Any], told: str) -> None:
+    def build() -> nn.Module:
+        raise AssertionError("built")
+
+    model = MODELS["mlp"]
+    given = {"loss": model.loss, "batch": model.batch(4), "world": 2} | wrong
+    with pytest.raises(UsageError, match=told) as error:
+        zero3d.rehearse(build, **given)
+    assert error.value.hint
+
+
+class Raises(Looks):
+    """What its own code raises, whatever kind it is of."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError("no such file"), KeyError("a key"), AssertionError(), ValueError("first:\n  second"), TypeError("a type")],
+    ids=repr,
+)
+def test_whatever_a_model_raises_is_told_whole_with_its_place(error: Exception) -> None:
+    """Some kinds came through raw, the others were cut after a line and said to hang on values."""
+    with pytest.raises(UsageError, match="the model or its loss raised " + type(error).__name__) as found:
+        zero3d.rehearse(lambda: Raises(error), lambda output, batch: output.sum(), batch=torch.zeros(4, 8), world=2)
+    assert " ".join(str(error).split()) in found.value.message and "\n" not in found.value.message
+    assert found.value.where.startswith("test_dryrun.py:") and found.value.where.endswith(" in forward")
+    assert "values" not in found.value.hint and "--debug" not in str(found.value)
+    assert found.value.__cause__ is error
+
+
+def test_memory_that_is_asked_for_is_a_value_that_is_needed() -> None:
+    class Leaves(Looks):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.from_numpy(self.blocks[0](x).detach().numpy())
+
+    with pytest.raises(UsageError, match="a value is needed") as found:
+        zero3d.rehearse(Leaves, lambda output, batch: output.sum(), batch=torch.zeros(4, 8), world=2)
+    assert "Where it must depend on values" in found.value.hint

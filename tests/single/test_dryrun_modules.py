@@ -3,6 +3,8 @@
 It was refused, as its parameters are real and all else on paper; and at level 3 it was left with released parameters.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -45,3 +47,43 @@ def test_a_module_is_rehearsed_as_a_function_is_and_stays_whole(level: int, worl
     assert model.head.weight is model.blocks[0].weight
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model(torch.ones(4, 32)).isfinite().all()
+
+
+class Recurrent(nn.Module):
+    """Keeps a list of its parameters besides."""
+
+    def __init__(self, kind: type[nn.Module] = nn.LSTM) -> None:
+        super().__init__()
+        self.layers = kind(8, 8, 2, batch_first=True)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x)[0])
+
+
+class Counts(nn.Module):
+    """With frozen parameters of integers: small ones, which have values in a rehearsal, and one that is large."""
+
+    def __init__(self, numel: int = 8) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(numel, dtype=torch.long), requires_grad=False)
+        self.chosen = nn.Parameter(torch.ones(8, dtype=torch.bool), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x) * self.scale[:8] * self.chosen
+
+
+@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize(
+    "build",
+    [Recurrent, lambda: Recurrent(nn.GRU), Counts, lambda: Counts(1 << 13), lambda: Counts(1 << 20)],
+    ids=["lstm", "gru", "integers", "more", "many"],
+)
+def test_modules_with_lists_and_integers_of_their_own(level: int, build: Callable[[], nn.Module]) -> None:
+    """They trained, and their rehearsal said that its way hangs on values."""
+    config, batch = {"zero": {"level": level}}, torch.zeros(4, 5, 8)
+    module = zero3d.rehearse(build(), loss, "adamw", config, batch=batch, world=2).ranks[0]
+    function = zero3d.rehearse(build, loss, "adamw", config, batch=batch, world=2).ranks[0]
+    assert module.peak.by_kind == function.peak.by_kind
+    assert module.parameters == function.parameters == sum(one.numel() for one in build().parameters())

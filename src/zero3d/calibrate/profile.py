@@ -51,6 +51,7 @@ def cluster_of(measured: Measured) -> Cluster:
         inside=inside,
         across=across,
         host=Host(memory=machine.host_memory, cores=machine.cores, update=measured.update, copy_rate=measured.copy),
+        spread=measured.spread,
     )
 
 
@@ -94,9 +95,10 @@ def _notes(measured: Measured) -> Iterator[str]:
     }
     if slow:
         told = " and ".join(f"{dtype} {times:.0f} times" for dtype, times in slow.items())
+        fastest = max(peaks, key=lambda dtype: peaks[dtype])
         yield (
             f"Products are slower than in fp32: {told}, as this {_kind(measured)} has no instructions for them; "
-            'precision.compute = "fp32" is faster here.'
+            f'precision.compute = "{fastest}" is the fastest here.'
         )
     missing = [dtype for dtype in ("fp32", "bf16", "fp16") if dtype not in peaks]
     if missing:

@@ -17,6 +17,7 @@ from zero3d.cli import machine
 from zero3d.cli.checks import PROCESS_BYTES
 from zero3d.cli.failure import Interrupted
 from zero3d.cli.options import AsJson, Debug
+from zero3d.cli.out_file import check_out, write_out
 from zero3d.cli.rank import PARENT, run_as_rank, started_as
 from zero3d.cli.reporting import reporting_errors
 from zero3d.cli.signals import INTERRUPTED
@@ -76,7 +77,7 @@ def command(
 
 def _start(out: Path, ranks: int | None, arguments: Sequence[str], environment: dict[str, str], *, debug: bool) -> None:
     """In the process that the user started."""
-    check_out(out)
+    check_files(out)
     if ranks is not None:
         check_memory(ranks)  # Whether there are GPUs takes seconds to learn.
     gpus = machine.gpus()
@@ -96,16 +97,10 @@ def _start(out: Path, ranks: int | None, arguments: Sequence[str], environment: 
         raise failed
 
 
-def check_out(out: Path) -> None:
-    """The profile can be written; nothing is changed yet. Raises `UsageError`."""
-    if out.suffix != ".json":
-        raise UsageError(f"--out {out}: a profile is JSON", hint=f"Name it {out.with_suffix('.json')}.")
-    if (
-        out.is_dir()
-        or not out.absolute().parent.is_dir()
-        or not os.access(out if out.exists() else out.absolute().parent, os.W_OK)
-    ):
-        raise UsageError(f"--out {out} cannot be written", hint="Name a file in a folder that is there and yours.")
+def check_files(out: Path) -> None:
+    """The profile and the curves can be written. Raises `UsageError`."""
+    check_out(out, suffix=".json", what="a profile is JSON")
+    check_out(curves_file(out))
 
 
 def check_memory(ranks: int) -> None:
@@ -128,7 +123,7 @@ def _on_rank(rank: int, out: Path, seconds: float, environment: dict[str, str], 
     from zero3d.offload.machine import of_machine
 
     if PARENT not in environment:
-        check_out(out)
+        check_files(out)
     free = of_machine()
     here = this_machine(
         per_node=int(environment.get("LOCAL_WORLD_SIZE", "1")),
@@ -151,9 +146,7 @@ def curves_file(out: Path) -> Path:
 def write(out: Path, cluster: "Cluster", measured: "Measured") -> None:
     """The profile, as the planner takes it, and the curves."""
     for file, text in ((out, cluster.to_json()), (curves_file(out), json.dumps(measured.as_tree(), indent=1))):
-        part = file.with_name(f"{file.name}.part")
-        part.write_text(f"{text}\n", encoding="utf-8")
-        part.replace(file)
+        write_out(file, f"{text}\n")
 
 
 def as_event(out: Path, cluster: "Cluster", measured: "Measured", notes: Sequence[str]) -> dict[str, object]:

@@ -23,12 +23,19 @@ from zero3d.planner.memory import ModelStates, at_each_level
 if TYPE_CHECKING:
     from zero3d.params import ParamInfo
 
+TO_FILL_IN = "package.module:function"
+"""The model.path that `zero3d plan` writes where only the user can name the function."""
 PROCESS_BYTES = 350 << 20
 """What a rank takes before it holds anything: Python and torch."""
 
 
 def check_code(config: Config, allow_code: bool) -> None:
     """Code that a configuration names runs only when the command line says so too."""
+    if config.model.path == TO_FILL_IN:
+        raise ConfigError(
+            f"model.path = {TO_FILL_IN!r} is to be filled in: [model] has no key for a Transformers folder",
+            hint="Name your function, which returns that model; to rehearse it, zero3d dryrun CONFIG --model FOLDER.",
+        )
     if config.model.path is not None and not allow_code:
         raise ConfigError(
             f"model.path = {config.model.path!r} would import and run Python code",
@@ -148,10 +155,14 @@ def prepare_data(config: Config, progress: Progress | None, name: str = "") -> P
 
 def vocabulary_of(config: Config) -> int:
     """Token kinds, without reading any text."""
-    given = Path(config.data.source).expanduser()
-    if config.data.source != STDLIB and is_token_file(given):
-        return TokenFile.open(given).header.vocabulary
+    if brings_tokens(config):
+        return TokenFile.open(Path(config.data.source).expanduser()).header.vocabulary
     return tokenizer_for(config.data.tokenizer).vocabulary
+
+
+def brings_tokens(config: Config) -> bool:
+    """Whether data.source is a token file, whose vocabulary is its own."""
+    return config.data.source != STDLIB and is_token_file(Path(config.data.source).expanduser())
 
 
 def tokens_folder(config: Config) -> Path:

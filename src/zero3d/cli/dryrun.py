@@ -10,8 +10,8 @@ import typer
 
 from zero3d.cli import checks, train
 from zero3d.cli.options import AllowCode, AsJson, ConfigPath, Debug, Options, Settings
+from zero3d.cli.out_file import check_out, write_out
 from zero3d.config import Config
-from zero3d.errors import UsageError
 
 if TYPE_CHECKING:
     from zero3d.dryrun.rehearsal import Rehearsal
@@ -62,14 +62,17 @@ def command(
     )
 
     def work() -> None:
-        found = _rehearsed(options, ranks or [], micro_batches, model, vocabulary)
+        if out is not None:
+            check_out(out)
+        chosen = list(dict.fromkeys(ranks or []))
+        found = _rehearsed(options, chosen, micro_batches, model, vocabulary)
         event = json.dumps(found.as_event())
         if out is not None:
-            _write(out, event)
+            write_out(out, f"{event}\n")
         if as_json:
             print(event)
         else:
-            _show(found, options)
+            _show(found, options, None if model or vocabulary else vocabulary_text(resolved(options)))
 
     raise typer.Exit(train.reporting_errors(work, options))
 
@@ -141,16 +144,15 @@ def _progress() -> AbstractContextManager[Any]:
     return Console(stderr=True).status("rehearsing a step; large models take up to a minute")
 
 
-def _write(out: Path, text: str) -> None:
-    try:
-        out.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"--out {out} cannot be written: {error.strerror}", hint="Name a file in a folder that is there."
-        ) from None
+def vocabulary_text(config: Config) -> str:
+    """Which vocabulary was taken where nobody said one, as much of a model may hang on it."""
+    key = "source" if checks.brings_tokens(config) else "tokenizer"
+    where = f"that of data.{key} = {json.dumps(getattr(config.data, key))}"
+    whose = "" if config.model.path is None else ", if model.path takes one"
+    return f"Vocabulary of {checks.vocabulary_of(config):,}, {where}{whose}; --vocabulary rehearses another."
 
 
-def _show(found: "Rehearsal", options: Options) -> None:
+def _show(found: "Rehearsal", options: Options, vocabulary: str | None) -> None:
     from rich.console import Console
 
     from zero3d.cli.dryrun_tables import parts
@@ -160,3 +162,5 @@ def _show(found: "Rehearsal", options: Options) -> None:
         console.width = FILE_WIDTH
     for part in parts(found, resolved(options)):
         console.print(part, highlight=False, markup=False, emoji=False)
+    if vocabulary is not None:
+        console.print(vocabulary, highlight=False, markup=False, emoji=False)

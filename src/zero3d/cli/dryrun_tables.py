@@ -22,7 +22,8 @@ NUMBER = re.compile(r"^(.*\.)?(\d+)$")
 
 def parts(found: Rehearsal, config: Config) -> "Iterator[RenderableType]":
     """Tables and sentences, in their order."""
-    yield f"Peak of a step on {found.world:,} ranks: {axes_text(config)}, ZeRO level {config.zero.level}"
+    ranks = f"{found.world:,} rank{'s' * (found.world > 1)}"
+    yield f"Peak of a step on {ranks}: {axes_text(config)}, ZeRO level {config.zero.level}"
     for start in range(0, len(found.ranks), ABREAST):
         yield held(found.ranks[start : start + ABREAST])
     yield from (traffic(found),) if any(rank.traffic for rank in found.ranks) else ()

@@ -2,9 +2,9 @@
 torch."""
 
 import json
-import math
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Annotated, Final, get_args
 
 import typer
@@ -19,11 +19,13 @@ from zero3d.planner.memory import LEVELS, Offloaded, Row, Widths, table
 
 FILE_WIDTH = 120
 """Columns where the output is no terminal."""
-SCALES: Final = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+SCALES: Final = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 TABLE_1: Final = "1,4,16,64,256,1024"
 """The sizes of dp in the table of ZeRO's paper."""
-MOST_PARAMETERS: Final = 1e18
+MOST_PARAMETERS: Final = 10**18
 MOST_RANKS: Final = 10**7
+MOST_BYTES: Final = 1024
+"""Of a parameter, of each kind."""
 SHORT: Final = {"optimizer": "{}, offloaded", "parameters": "{}, all"}
 """How columns call a level with offload."""
 
@@ -33,15 +35,27 @@ def command(
         str, typer.Option("--params", metavar="NUMBER", help="Parameters of the model: 7.5e9, 7.5B, 350M.")
     ],
     dp: Annotated[
-        str, typer.Option("--dp", metavar="N[,N...]", help="Ranks on the axis dp; several numbers: a line each.")
+        str,
+        typer.Option(
+            "--dp",
+            "--devices",
+            "--world",
+            metavar="N[,N...]",
+            help="Ranks on the axis dp; several numbers: a line each.",
+        ),
     ] = TABLE_1,
     k: Annotated[
         int,
-        typer.Option("--k", min=0, help="Bytes of optimizer state a parameter: fp32 master and two moments are 12."),
+        typer.Option(
+            "--k",
+            min=0,
+            max=MOST_BYTES,
+            help="Bytes of optimizer state a parameter: fp32 master and two moments are 12.",
+        ),
     ] = 12,
-    weights: Annotated[int, typer.Option("--weights", min=1, help="Bytes of a weight.")] = 2,
+    weights: Annotated[int, typer.Option("--weights", min=1, max=MOST_BYTES, help="Bytes of a weight.")] = 2,
     gradients: Annotated[
-        int, typer.Option("--gradients", min=1, help="Bytes of a held gradient; zero3d's default is 4.")
+        int, typer.Option("--gradients", min=1, max=MOST_BYTES, help="Bytes of a held gradient; zero3d's default is 4.")
     ] = 2,
     level: Annotated[int | None, typer.Option("--level", min=0, max=3, help="This level of ZeRO alone.")] = None,
     offload: Annotated[
@@ -73,29 +87,38 @@ def command(
 
 
 def number_of(text: str) -> int:
-    """A count of parameters such as "7.5e9", "7.5B" or "350M"; a part of one counts as whole. Raises `UsageError`.
+    """A count of parameters such as "7.5e9", "7.5B" or "350M". Raises `UsageError`.
 
     >>> number_of("7.5e9"), number_of("7.5B"), number_of("124 M"), number_of("1_558_000_000")
     (7500000000, 7500000000, 124000000, 1558000000)
     """
     found = re.fullmatch(r"([\d.,_]+(?:e[+-]?\d+)?) *([KMBGT]?)", text.strip(), re.IGNORECASE)
     try:
-        value = float(found[1].replace(",", "").replace("_", "")) * SCALES[found[2].upper()] if found else math.nan
-    except ValueError:
-        value = math.nan
-    if not 1 <= value <= MOST_PARAMETERS:
-        raise UsageError(
-            f"--params {text}: {'no number of parameters' if math.isnan(value) else 'not from 1 to 1e18'}",
-            hint="Write a number such as 7.5e9, 7.5B, 350M or 124439808.",
-        )
-    return math.ceil(value)
+        value = Decimal(re.sub("[,_]", "", found[1])) * SCALES[found[2].upper()] if found else None
+    except ArithmeticError:
+        value = None
+    wrong = (
+        "is no number of parameters"
+        if value is None
+        else "is not from 1 to 1e18"
+        if not 1 <= value <= MOST_PARAMETERS
+        else "is no whole number"
+        if value != int(value)
+        else ""
+    )
+    if value is None or wrong:
+        raise UsageError(f"--params {text} {wrong}", hint="Write a number such as 7.5e9, 7.5B, 350M or 124439808.")
+    return int(value)
 
 
 def ranks_of(text: str) -> list[int]:
     """Sizes of dp such as "64" or "1,4,16". Raises `UsageError`."""
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch(r"[1-9]\d{0,7}", word) and int(word) <= MOST_RANKS for word in words):
-        raise UsageError(f"--dp {text}", hint="Write a number of ranks from 1 on, such as 64, or several: 1,4,16,64.")
+        raise UsageError(
+            f"--dp {text} is no number of ranks",
+            hint="Write a number of ranks from 1 on, such as 64, or several: 1,4,16,64.",
+        )
     return list(dict.fromkeys(map(int, words)))
 
 

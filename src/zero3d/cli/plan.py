@@ -4,6 +4,7 @@ Starts no ranks: one block of the model is counted on tensors without data, all 
 """
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from zero3d.cli.checks import TO_FILL_IN
 from zero3d.cli.options import AllowCode, AsJson
+from zero3d.cli.out_file import check_out, write_out
 from zero3d.cli.reporting import reporting_errors
 from zero3d.cli.style import size
 from zero3d.config import Config
@@ -31,6 +34,8 @@ FILE_WIDTH = 120
 """Columns where the output is no terminal."""
 MOST_DEVICES = 1 << 17
 MOST_SAMPLES = 10_000_000
+HOST_GB = (0.001, 1e9)
+"""Of one machine, the least and the most."""
 SAMPLES = 4
 """Of a device in a step, where nobody says how large the global batch is."""
 SLOW = 2.0
@@ -39,7 +44,8 @@ SLOW = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """All that was found. least: where nothing fits, what takes the least; ways: (what would do, what fits then)"""
+    """All that was found. Where nothing fits: least: what takes the least; in_host: what takes the least of a device,
+    of what the host has room for; ways: (what would do, what fits then)"""
 
     asked: "Asked"
     aim: "Aim"
@@ -48,6 +54,7 @@ class Outcome:
     configs: "list[Config]"
     around: "list[Neighbour]"
     least: "Smallest | None" = None
+    in_host: "Smallest | None" = None
     ways: "tuple[tuple[str, Smallest], ...]" = ()
     assumed: tuple[str, ...] = ()
 
@@ -87,7 +94,7 @@ def command(
     ] = None,
     host_memory: Annotated[
         float | None,
-        typer.Option("--host-memory", min=0.001, metavar="GB", help="Of one machine. Left out: as KIND has."),
+        typer.Option("--host-memory", metavar="GB", help="Of one machine. Left out: as KIND has."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE.toml", help="Write the best plan as a CONFIG.")
@@ -99,9 +106,11 @@ def command(
     """Search the layouts of a model on a cluster: the fastest that fit, before anything is started."""
 
     def work() -> None:
+        if not model.strip():
+            raise UsageError("--model is empty", hint="Name one, such as --model llama3-8b, or a folder.")
         cluster = cluster_of(device, devices, per_node, host_memory)
         if out is not None:
-            check_out(out)
+            check_out(out, suffix=".toml", what="a CONFIG is TOML")
         found = planned(
             model,
             cluster,
@@ -114,14 +123,19 @@ def command(
             progress=_progress(),
         )
         if out is not None and found.configs:
-            out.write_text(config_text(found), encoding="utf-8")
+            write_out(out, config_text(found))
         _tell(found, out, as_json=as_json)
 
     raise typer.Exit(reporting_errors(work, as_json=as_json))
 
 
 def cluster_of(device: str, devices: int, per_node: int | None, host_memory: float | None) -> Cluster:
-    """Raises `UsageError` for an unknown KIND, and for devices that are no whole machines."""
+    """Raises `UsageError` for an unknown KIND, devices that are no whole machines, and memory that no machine has."""
+    if host_memory is not None and not HOST_GB[0] <= host_memory <= HOST_GB[1]:
+        raise UsageError(
+            f"--host-memory {host_memory:g} is not from {HOST_GB[0]:g} to {HOST_GB[1]:g} GB",
+            hint="Give the GB of one machine, such as --host-memory 512.",
+        )
     cluster = find(device)
     chosen = per_node or cluster.per_node
     if devices > chosen and devices % chosen:
@@ -132,14 +146,6 @@ def cluster_of(device: str, devices: int, per_node: int | None, host_memory: flo
         )
     host = cluster.host if host_memory is None else cluster.host.model_copy(update={"memory": host_memory * 1e9})
     return cluster.with_changes(per_node=min(chosen, devices), host=host)
-
-
-def check_out(out: Path) -> None:
-    """A CONFIG can be written there. Raises `UsageError`."""
-    if out.suffix != ".toml":
-        raise UsageError(f"--out {out}: a CONFIG is TOML", hint=f"Name it {out.with_suffix('.toml')}.")
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise UsageError(f"--out {out} cannot be written", hint="Name a file in a folder that is there.")
 
 
 def planned(
@@ -158,9 +164,10 @@ def planned(
 
     Raises `UsageError` and `ConfigError` for what cannot be planned.
     """
+    from zero3d.calibrate.profile import UNSTEADY
     from zero3d.cli.plan_model import asked as model_of
     from zero3d.planner.judge import HOST_RESERVE, RESERVE, Aim, sent
-    from zero3d.planner.least import smallest, ways_out
+    from zero3d.planner.least import smallest, smallest_in_host, ways_out
     from zero3d.planner.neighbours import improved
     from zero3d.planner.search import search
 
@@ -193,6 +200,7 @@ def planned(
     found = search(aim, top=top, progress=progress)
     around: list[Neighbour] = []
     least: Smallest | None = None
+    in_host: Smallest | None = None
     ways: tuple[tuple[str, Smallest], ...] = ()
     if found.plans:
         progress("looking at the neighbours of the best")
@@ -201,19 +209,23 @@ def planned(
         found = replace(found, plans=[best, *others][:top])
     else:
         progress("looking for the least that would fit")
-        least = smallest(aim)
+        least, in_host = smallest(aim), smallest_in_host(aim)
         ways = tuple(ways_out(aim, aim_of, tokens))
     configs = [config_of(asked, plan, dtype, tokens, batch) for plan in found.plans]
     plans = [replace(plan, sent=sent(aim, plan.choice)) for plan in found.plans]
     whose = "" if global_batch or asked.global_batch else f" ({SAMPLES} a device, as --global-batch is left out)"
-    assumed = (
-        f"{devices} x {cluster.device.name}, {cluster.per_node} a machine; of a device's memory {RESERVE:.0%} are left "
-        f"to the driver, libraries and holes, of a host's {HOST_RESERVE:.0%}.",
+    assumed: tuple[str, ...] = (
+        f"{devices} x {cluster.device.name}, {cluster.per_node} a machine; {RESERVE:.0%} of a device's memory are left "
+        f"to the driver, libraries and holes, and {HOST_RESERVE:.0%} of its machine's {size(cluster.host.memory)}.",
         f"Weights and products in {dtype}, sums of gradients, master weights and AdamW's moments in fp32; samples of "
         f"{tokens:,} tokens, {batch:,} of them a step{whose}.",
         f"Rates: {cluster.device.rates.matrix:.0%} of the peak for large products, "
         f"{cluster.device.rates.moving:.0%} of the memory's bandwidth, {cluster.device.rates.link:.0%} of links'.",
     )
+    if cluster.spread > UNSTEADY:
+        assumed += (
+            f"Of the profile: timings varied by {cluster.spread:.0%}, as other programs ran, so calibrate again.",
+        )
     return Outcome(
         asked=asked,
         aim=aim,
@@ -222,6 +234,7 @@ def planned(
         configs=configs,
         around=around,
         least=least,
+        in_host=in_host,
         ways=ways,
         assumed=assumed,
     )
@@ -231,32 +244,41 @@ def dtype_of(cluster: Cluster) -> str:
     """The 16-bit one that is fastest, or fp32 where none is faster."""
     flops = cluster.device.flops
     best = max((one for one in ("bf16", "fp16") if one in flops), key=lambda one: flops[one], default="fp32")
-    return best if flops[best] > flops.get("fp32", 0) else "fp32"
+    return best if flops.get(best, 0) > flops.get("fp32", 0) else "fp32"
 
 
-def config_of(asked: "Asked", plan: "Plan", dtype: str, tokens: int, batch: int) -> Config:
-    """What `train` and `dryrun` take; a model that has no key in [model] leaves its sizes out."""
+def sections_of(asked: "Asked", plan: "Plan", dtype: str, tokens: int, batch: int) -> dict[str, dict[str, Any]]:
+    """What `train` and `dryrun` take; a model.path that they refuse until it is filled in, where [model] has no key for
+    the model."""
     sections = {name: dict(keys) for name, keys in asked.sections.items()}
+    if to_fill_in(asked):
+        sections["model"] = {"path": TO_FILL_IN}
     chosen = plan.choice.sections(dtype)
     data = {"sequence_length": tokens, "global_batch": batch}
     for name, keys in {**chosen, "data": data}.items():
         sections[name] = {**sections.get(name, {}), **keys}
-    return Config.load(sections).resolved(plan.choice.devices, native_bf16=True)
+    return sections
+
+
+def to_fill_in(asked: "Asked") -> bool:
+    """Whether the model is neither a CONFIG's, which has a global batch, nor one that [model] can name."""
+    return asked.global_batch is None and "model" not in asked.sections
+
+
+def config_of(asked: "Asked", plan: "Plan", dtype: str, tokens: int, batch: int) -> Config:
+    """The plan's configuration, checked."""
+    return Config.load(sections_of(asked, plan, dtype, tokens, batch)).resolved(plan.choice.devices, native_bf16=True)
 
 
 def config_text(outcome: Outcome) -> str:
     """The best plan's CONFIG, with what it was planned for."""
     from zero3d.config_io import write_toml
 
-    best = outcome.found.plans[0]
-    sections = {name: dict(keys) for name, keys in outcome.asked.sections.items()}
-    chosen: dict[str, dict[str, Any]] = best.choice.sections(outcome.aim.dtype)
-    chosen["data"] = {"sequence_length": outcome.sequence, "global_batch": outcome.aim.global_batch}
-    for name, keys in chosen.items():
-        sections[name] = {**sections.get(name, {}), **keys}
+    best, aim = outcome.found.plans[0], outcome.aim
+    sections = sections_of(outcome.asked, best, aim.dtype, outcome.sequence, aim.global_batch)
     time = best.time
     told = [
-        f"zero3d plan of {outcome.asked.name} on {outcome.aim.devices} x {outcome.aim.cluster.device.name}:",
+        f"zero3d plan of {outcome.asked.name} on {aim.devices} x {aim.cluster.device.name}:",
         f"{time.tokens_per_second:,.0f} tokens/s, {time.seconds:.3g} s a step, MFU {time.mfu:.1%}, "
         f"{size(best.footprint.total)} on a device",
         *outcome.asked.notes,
@@ -289,33 +311,57 @@ def _tell(outcome: Outcome, out: Path | None, *, as_json: bool) -> None:
         for part in parts(outcome):
             console.print(part, highlight=False, markup=False, emoji=False)
         if out is not None and outcome.configs:
-            console.print(f"The best plan is in {out}.", highlight=False, markup=False)
+            more = (
+                " Its model.path is to be filled in: until then train refuses it." if to_fill_in(outcome.asked) else ""
+            )
+            console.print(f"The best plan is in {out}.{more}", highlight=False, markup=False)
     if not outcome.found.plans:
         raise nothing_fits(outcome)
 
 
 def nothing_fits(outcome: Outcome) -> UsageError:
     """With the least that would."""
-    from zero3d.planner.judge import HOST_RESERVE
+    from zero3d.planner.judge import HOST_RESERVE, RESERVE
 
-    aim, least = outcome.aim, outcome.least
+    aim, least, in_host = outcome.aim, outcome.least, outcome.in_host
     where = f"{aim.devices} x {aim.cluster.device.name}"
     if least is None:
         return UsageError(
             f"no layout of {outcome.asked.name} is possible on {where}", hint="The rejected ones say why."
         )
-    needed, there = least.footprint.total, aim.memory
-    host = least.footprint.host_bytes * min(aim.cluster.per_node, aim.devices)
-    hosts = f" and {size(host)} of each machine's memory" if host else ""
+
+    def devices_of(found: "Smallest") -> str:
+        return f"devices of {upward(found.footprint.total / (1 - RESERVE))}"
+
+    ranks = min(aim.cluster.per_node, aim.devices)
+    machine = least.host_bytes * ranks / (1 - HOST_RESERVE)
+    machines = f"machines of {upward(machine)} of memory (--host-memory {math.ceil(machine / 1e9)})"
     ways = [f"{what} ({size(found.footprint.total)} a device)" for what, found in outcome.ways]
-    if needed > there:
-        ways.append(f"devices of {size(needed * aim.cluster.device.memory / there)}")
+    if in_host is not None:
+        ways.append(devices_of(in_host))
     if not least.fits_host:
-        ways.append(f"machines of {size(host / (1 - HOST_RESERVE))} of memory (--host-memory)")
+        ways.append(machines if least.fits_device else f"{devices_of(least)} and {machines}")
+    host = (
+        f" and {size(least.host_bytes * ranks)} of the {size(aim.host_of_rank * ranks)} that a run may take of each "
+        f"machine's {size(aim.host_memory)}"
+        if least.host_bytes
+        else ""
+    )
     return UsageError(
-        f"nothing fits {where}: the least, {_words(least)}, takes {size(needed)} of a device's {size(there)}{hosts}",
+        f"nothing fits {where}: the least, {_words(least)}, takes {size(least.footprint.total)} of a device's "
+        f"{size(aim.memory)}{host}",
         hint="What would do: " + "; ".join(ways) + "." if ways else "Nothing that was tried would do.",
     )
+
+
+def upward(num_bytes: float) -> str:
+    """A size that is no less.
+
+    >>> upward(1.4158e12), upward(2e9)
+    ('1.42 TB', '2.00 GB')
+    """
+    step = 10.0 ** (math.floor(math.log10(num_bytes)) - 2)
+    return size(math.ceil(num_bytes / step - 1e-9) * step)
 
 
 def _words(least: "Smallest") -> str:

@@ -93,7 +93,7 @@ def _folder(path: Path) -> Asked:
     from zero3d.models.described import described
 
     found = described(path)
-    longest = int(getattr(found.config, "max_position_embeddings", None) or LONGEST)
+    longest = found.longest or LONGEST
 
     def build() -> Any:
         model: Any = found.build()

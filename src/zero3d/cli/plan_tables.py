@@ -7,7 +7,9 @@ from typing import Any
 from zero3d.cli.plain_table import PlainTable
 from zero3d.cli.plan import Outcome
 from zero3d.cli.style import count, size
+from zero3d.planner.choice import Choice
 from zero3d.planner.footprint import KINDS
+from zero3d.planner.hardware import is_preset
 from zero3d.planner.judge import Plan, Rejected
 from zero3d.planner.least import Smallest
 from zero3d.planner.own_error import told
@@ -37,7 +39,11 @@ def parts(outcome: Outcome) -> Iterator[PlainTable | str]:
     if outcome.asked.source:
         yield f"Sizes of {outcome.asked.name}: {outcome.asked.source}."
     yield from outcome.asked.notes
-    yield told()
+    yield _own_error(outcome)
+
+
+def _own_error(outcome: Outcome) -> str:
+    return told(preset=is_preset(outcome.aim.cluster))
 
 
 def _plans(outcome: Outcome) -> PlainTable:
@@ -50,11 +56,10 @@ def _plans(outcome: Outcome) -> PlainTable:
     )
     for plan in outcome.found.plans:
         choice, time = plan.choice, plan.time
-        level = f"{choice.level}, a {choice.reduce}" if choice.level else "0"
         table.add_row(
             f"{choice.dp} x {choice.tp} x {choice.pp}",
             "-" if choice.pp == 1 else choice.told()["schedule"],
-            f"{level}, kept" if choice.keep_gathered else level,
+            _level(choice),
             f"{choice.micro_batches} x {choice.micro_batch}",
             choice.recompute,
             choice.offload,
@@ -69,14 +74,25 @@ def _plans(outcome: Outcome) -> PlainTable:
     return table
 
 
+def _level(choice: Choice) -> str:
+    """Such as `3, a step, kept`."""
+    level = f"{choice.level}, a {choice.reduce}" if choice.level else "0"
+    return f"{level}, kept" if choice.keep_gathered else level
+
+
 def _memory(outcome: Outcome) -> PlainTable:
     numbers = [*KINDS, "host", "of it pinned", "of a machine"]
-    table = PlainTable("Memory of the rank that holds most, by kind", ["dp x tp x pp"], numbers, drop=[])
+    words = ["dp x tp x pp", "level", "batch", "again"]
+    drop = ["of it pinned", "of a machine", "again", "batch"]
+    table = PlainTable("Memory of the rank that holds most, by kind", words, numbers, drop=drop)
     ranks = min(outcome.aim.cluster.per_node, outcome.aim.devices)
     for plan in outcome.found.plans:
         choice, held = plan.choice, plan.footprint
         table.add_row(
             f"{choice.dp} x {choice.tp} x {choice.pp}",
+            _level(choice),
+            f"{choice.micro_batches} x {choice.micro_batch}",
+            choice.recompute,
             *(size(held.by_kind[kind]) for kind in KINDS),
             *(
                 size(number) if held.host_bytes else "-"
@@ -122,7 +138,8 @@ def _rejected(outcome: Outcome) -> PlainTable:
     table = PlainTable(f"Rejected: {told_counts or 'none'}", words, numbers, drop=[])
     for why in counts:
         found = [one for one in outcome.found.rejected if one.why == why]
-        found.sort(key=lambda one: one.number, reverse=why == "slower")
+        # What failed by its host alone, of which a device has enough, is nearer than what failed by the device.
+        found.sort(key=lambda one: (one.unit != "host bytes", -one.number if why == "slower" else one.number))
         by_layout: dict[str, list[Rejected]] = {}
         for one in found:
             by_layout.setdefault(" x ".join(str(one.choice[axis]) for axis in ("dp", "tp", "pp")), []).append(one)
@@ -164,7 +181,7 @@ def as_event(outcome: Outcome, out: Path | None) -> dict[str, Any]:
         "global_batch": outcome.aim.global_batch,
         "least": None if outcome.least is None else _as_least(outcome.least),
         "ways": [{"what": what, **_as_least(found)} for what, found in outcome.ways],
-        "assumed": [*outcome.assumed, *outcome.asked.notes, told()],
+        "assumed": [*outcome.assumed, *outcome.asked.notes, _own_error(outcome)],
         "config": None if out is None or not outcome.configs else str(out),
     }
 
@@ -215,6 +232,6 @@ def _as_least(found: Smallest) -> dict[str, Any]:
         "level": choice.level,
         "offload": choice.offload,
         "peak_bytes": found.footprint.total,
-        "host_bytes": found.footprint.host_bytes,
+        "host_bytes": found.host_bytes,
         "fits": found.fits,
     }

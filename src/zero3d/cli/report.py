@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +9,7 @@ from typing import Annotated
 import typer
 
 from zero3d.cli.options import AsJson
+from zero3d.cli.out_file import check_out, write_out
 from zero3d.cli.reporting import reporting_errors
 from zero3d.cli.style import size
 from zero3d.errors import UsageError
@@ -42,11 +42,12 @@ def _work(path: Path, out: Path | None, *, as_json: bool) -> None:
     folder = places.find(path)
     if importlib.util.find_spec("plotly") is None:
         raise UsageError("the figures are drawn with plotly, which is not installed", hint=f"pip install {EXTRA}")
+    file = folder / PAGE if out is None else out
+    check_out(file)
     run = contents.read(folder)
     head, sections = head_and_sections(run)
-    file = folder / PAGE if out is None else out
     text = page(head, sections, _plotly())
-    _write(file, text)
+    write_out(file, text)
     if as_json:
         print(json.dumps({"page": str(file), **facts(run, list(head.notices))}))
         return
@@ -60,20 +61,3 @@ def _plotly() -> str:
     from plotly.offline import get_plotlyjs  # type: ignore[import-untyped, unused-ignore]
 
     return str(get_plotlyjs())
-
-
-def _write(file: Path, text: str) -> None:
-    """In one move: a page that is open in a browser is whole whenever it is loaded again."""
-    fresh = file.with_name(f".{file.name}.new")
-    try:
-        if file.is_dir():
-            raise UsageError(f"{file} is a folder", hint=f"Name a file, such as {file / PAGE}.")
-        fresh.write_text(text, encoding="utf-8")
-        os.replace(fresh, file)
-    except OSError as error:
-        fresh.unlink(missing_ok=True)
-        if error.errno in (28, 122):
-            raise
-        raise UsageError(
-            f"cannot write {file}: {error.strerror or error}", hint=f"Name another file, such as --out {PAGE}."
-        ) from None

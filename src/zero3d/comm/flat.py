@@ -73,7 +73,7 @@ class Window:
         self.shown = False
         if self._stays:
             return
-        _exchange(self.tensor, self._lent if self._lent is not None else torch.empty(0, device=self.tensor.device))
+        _exchange(self.tensor, self._lent if self._lent is not None else self.tensor.new_empty(0))
         if self._lent is not None:
             self._pool.give(self._lent)
         self._lent = None

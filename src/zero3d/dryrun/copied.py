@@ -19,15 +19,14 @@ def copied(source: ModelSource) -> ModelSource:
 def _builder(module: nn.Module) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         tensors: dict[int, Tensor] = {id(one): _zeros(one) for one in module.buffers()}
-        for one in module.parameters():
-            tensors[id(one)] = nn.Parameter(_zeros(one), requires_grad=one.requires_grad)
-        # What `deepcopy` finds here it takes for copied already, so that no value is read.
-        copy = deepcopy(module, tensors)
-        # Registered again, as in a constructor: so whoever watches the model being built sees each of them.
-        for part in copy.modules():
-            for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
-                part.register_parameter(name, parameter)
-        return copy
+        # Registered once, as by a constructor, so that whoever watches the model being built sees each of them.
+        holder = nn.Module()
+        for at, one in enumerate(module.parameters()):
+            holder.register_parameter(str(at), nn.Parameter(_zeros(one), requires_grad=one.requires_grad))
+            tensors[id(one)] = holder.get_parameter(str(at))
+        # What `deepcopy` finds here it takes for copied already: no value is read, and what else a module keeps of its
+        # parameters, such as the list of `nn.LSTM`, is of the same.
+        return deepcopy(module, tensors)
 
     return build
 

@@ -5,12 +5,12 @@ fake, and so is what is computed of them. Where our own code reads the value of 
 1.0; where the user's code does, what would follow is not known, and it is refused.
 """
 
-import sys
-from pathlib import Path
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -20,17 +20,17 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import zero3d
 from zero3d.computed import is_fake
+from zero3d.dryrun.refusing import VALUES_HINT, caller, is_ours, place
 from zero3d.errors import UsageError
 
 REAL_BYTES = 1 << 20
 """Up to which new tensors of integers have data."""
 LOOKED_AT = 1 << 12
 """Elements from which on an operation on real tensors is tried on fake ones first: what comes of it may be large."""
-OURS = Path(zero3d.__file__).parent
-TORCHS = Path(torch.__file__).parent
 DEVICE = torch.ops.prim.device.default
+GROUPED = torch.ops.aten._grouped_mm.default
+LOGGER = logging.getLogger(fake_tensor.__name__)
 VALUES = {True: 1.0, False: 1}
 
 
@@ -40,6 +40,16 @@ class Fakes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._quiet = _Quiet()
+
+    def __enter__(self) -> "Fakes":
+        LOGGER.addFilter(self._quiet)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        LOGGER.removeFilter(self._quiet)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE:  # Asked for at every turn, and known.
@@ -56,15 +66,17 @@ class Fakes(TorchDispatchMode):
         with self.mode:
             result = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if all(0 < one.nbytes <= REAL_BYTES and (tensors or not one.is_floating_point()) for one in made):
+        if all(one.nbytes <= REAL_BYTES and (tensors or not one.is_floating_point()) for one in made):
             return func(*args, **kwargs)
         return result
 
     def _of_fakes(self, func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and _is_ours(_caller()):
+        if func is torch.ops.aten._local_scalar_dense.default and is_ours(caller()):
             dtype = tensors[0].dtype
             return False if dtype is torch.bool else VALUES[dtype.is_floating_point]
         try:
+            if func is GROUPED and tensors[0].dtype is not torch.bfloat16:
+                return _grouped(args, kwargs)
             return func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise _refusal(func, "needs the values of a tensor") from error
@@ -72,27 +84,24 @@ class Fakes(TorchDispatchMode):
             raise _refusal(func, "has no rule for the shape of what it gives") from error
 
 
+def _grouped(args: Any, kwargs: Any) -> Tensor:
+    """torch computes it of all floats, and knows the shape for one dtype alone."""
+    one, other, *more = args
+    result: Tensor = GROUPED(one.bfloat16(), other.bfloat16(), *more, **kwargs).to(one.dtype)
+    return result
+
+
 def _refusal(func: Any, why: str) -> UsageError:
-    frame = _caller()
-    where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+    frame = caller()
     return UsageError(
-        f"the model cannot be rehearsed: {func.name()} at {where} {why}, and a rehearsal has shapes alone",
-        hint="What happens there may depend on shapes, or on the batch's integers. Where it must depend on values, "
-        "give the rehearsal a variant of the module that takes the usual way.",
+        f"the model cannot be rehearsed: {func.name()} at {place(frame, frame.f_lineno)} {why}, "
+        "and a rehearsal has shapes alone",
+        hint=VALUES_HINT,
     )
 
 
-def _caller() -> Any:
-    """The frame that asked torch for the operation."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        path = Path(frame.f_code.co_filename)
-        if TORCHS not in path.parents and path.name != "<string>" and (OURS / "dryrun") not in path.parents:
-            break
-        frame = frame.f_back
-    return frame
+class _Quiet(logging.Filter):
+    """What torch cannot do with tensors without data is told by an error; it logs the traceback of each as well."""
 
-
-def _is_ours(frame: Any) -> bool:
-    path = Path(frame.f_code.co_filename)
-    return OURS in path.parents and OURS / "models" not in path.parents
+    def filter(self, record: logging.LogRecord) -> bool:
+        return False

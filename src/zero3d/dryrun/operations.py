@@ -25,8 +25,8 @@ FREE = frozenset(
     | {"_local_scalar_dense"}
 )
 """Operations that touch no elements, beside views."""
-OPERANDS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
-"""Products -> which arguments are the matrices."""
+OPERANDS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "_grouped_mm": (0, 1)}
+"""Products -> which arguments are the matrices. In a grouped one each row is multiplied with one of the matrices."""
 FUSED_FORWARD, FUSED_BACKWARD = 4, 10
 """FLOPs of fused attention, by B H T S D: two products, and five in backward, where the first is made once more."""
 

@@ -6,9 +6,9 @@ rehearsed as reach the schedule's peak; what the rest send and compute is what o
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,16 @@ from zero3d import census
 from zero3d.assemble import Parts, assemble
 from zero3d.config import Config
 from zero3d.contracts import Batch, Loss, ModelSource, OptimizerChoice
+from zero3d.dryrun.asked import MOST_MICRO_BATCHES, check_asked, check_number
 from zero3d.dryrun.copied import copied
 from zero3d.dryrun.fakes import Fakes
 from zero3d.dryrun.ledger import micro_batch_of, peak
 from zero3d.dryrun.mail import PostOffice
+from zero3d.dryrun.refusing import explained
 from zero3d.dryrun.rehearsal import RankRehearsal, Rehearsal
 from zero3d.dryrun.tracker import Tracker
 from zero3d.dryrun.world import paper_mesh
-from zero3d.errors import ConfigError, UsageError, Zero3dError
+from zero3d.errors import ConfigError, UsageError
 from zero3d.layout import Layout, Place
 from zero3d.optim.unheard import refuse_unheard
 from zero3d.pipeline.action import Action, Kind
@@ -76,9 +78,10 @@ def rehearse_model(
     send and compute. Starts no ranks, needs no weights, and takes as long whatever the world.
 
     model, loss, optimizer, config, call: as for `Engine`; batch: one micro-batch, of which only the shapes and the
-    integers' values count. Raises what the run would raise before its first step, and `UsageError` for a model whose
-    way hangs on the values of tensors.
+    integers' values count. Raises what the run would raise before its first step, and `UsageError` for arguments that
+    are none, for a model whose way hangs on the values of tensors, and for whatever the model or the loss raises.
     """
+    check_asked(loss, config, batch, world, ranks, micro_batches)
     given = Config.load(config if config is not None else {})
     refuse_unheard(given, optimizer)
     resolved = given.resolved(world, native_bf16=True, own_batches=True)
@@ -113,6 +116,7 @@ def rehearse(job: Job, ranks: Sequence[int] = (), micro_batches: int | None = No
         )
     chosen = list(ranks) or default_ranks(layout)
     wanted = job.config.micro_batches if micro_batches is None else micro_batches
+    check_number("micro_batches", wanted, MOST_MICRO_BATCHES, "micro-batches of a step")
     rehearsed = _enough(job.config, wanted)
     lines: dict[tuple[int, int], list[int]] = {}
     for rank in chosen:
@@ -166,7 +170,7 @@ class _Line:
     def _rank(self, rank: int) -> RankRehearsal | None:
         job, config = self._job, self._job.config
         mesh, mail = paper_mesh(job.layout, rank, self._office, config.zero.replicas)
-        with ExitStack() as inside, _explained():
+        with ExitStack() as inside, explained("the step cannot be rehearsed"):
             inside.enter_context(self._office.working())
             inside.enter_context(torch.enable_grad())
             inside.enter_context(Fakes())
@@ -225,21 +229,6 @@ class _Line:
 def _without_values(tensor: Tensor) -> Tensor:
     """Integers keep theirs: they are looked up, counted and masked."""
     return torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_floating_point() else tensor
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """What a model raises of its own says that it was a rehearsal."""
-    try:
-        yield
-    except Zero3dError:
-        raise
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, NotImplementedError) as error:
-        first = str(error).strip().partition("\n")[0]
-        raise UsageError(
-            f"the step cannot be rehearsed: {type(error).__name__}: {first}",
-            hint="--debug shows where. If the same step runs for real, its way hangs on the values of tensors.",
-        ) from error
 
 
 def _enough(config: Config, wanted: int) -> int:

@@ -26,6 +26,7 @@ from zero3d.pipeline.action import Action
 from zero3d.unwatched import UNWATCHED
 
 DEVICE = torch.ops.prim.device.default
+GROUPED = "_grouped_mm"
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -171,3 +172,5 @@ class Tracker(TorchDispatchMode):
             self.flops[self._action] += sdpa_flop_count(*(one.shape for one in args[:3]))
         elif packet.__name__ == f"{ATTENTION}_backward":
             self.flops[self._action] += sdpa_backward_flop_count(*(one.shape for one in args[:4]))
+        elif packet.__name__ == GROUPED:  # Each row with one of the matrices.
+            self.flops[self._action] += 2 * args[0].numel() * args[1].size(-1)

@@ -16,6 +16,7 @@ from zero3d.models.gpt import GPT, GPTConfig
 from zero3d.models.llama import Llama, LlamaConfig
 
 Build = Callable[[], nn.Module]
+MOST_TOKEN_KINDS = 1 << 31
 IMPORT = "Mend what its import raises; python -c 'import MODULE' in the same folder shows where."
 
 
@@ -28,6 +29,11 @@ def build_function(model: Model, vocabulary: int, sequence_length: int, *, allow
     `sequence_length` that it has. Importing it runs code that the configuration names, which only
     `allow_code` permits. Raises `ConfigError`.
     """
+    if vocabulary > MOST_TOKEN_KINDS:
+        raise ConfigError(
+            f"a vocabulary of {vocabulary:,} token kinds is too large; {MOST_TOKEN_KINDS:,} is the most",
+            hint="Give the size of the tokenizer's vocabulary.",
+        )
     if model.path is not None:
         if not allow_code:
             raise ConfigError(

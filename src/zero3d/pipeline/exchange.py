@@ -64,7 +64,7 @@ class Boundary:
         self._headers: dict[Signature, Header] = {}
         self._here: dict[str, list[Tensor]] = {}
         self._sent: dict[str, list[tuple[Pending, Tensor]]] = {}
-        self._taken: dict[int, Sequence[int]] = {}
+        self._taken: Mapping[int, Sequence[int]] = {}
         self._coming: dict[str, list[tuple[Pending, Tensor]]] = {}
 
     def carry(self, names: Sequence[str] | None) -> None:

@@ -14,9 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from zero3d.errors import UsageError
 
-Positive = Annotated[float, Field(gt=0)]
-Part = Annotated[float, Field(gt=0, le=1)]
-NotNegative = Annotated[float, Field(ge=0)]
+Amount = Annotated[float, Field(ge=1, le=1e24)]
+"""Bytes, or how much of something in a second."""
+Part = Annotated[float, Field(ge=1e-6, le=1)]
+NotNegative = Annotated[float, Field(ge=0, le=1e6)]
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
 class Fact(BaseModel):
@@ -56,11 +58,11 @@ class Device(Fact):
     """One accelerator, or the cores that one rank computes on."""
 
     name: str
-    flops: Mapping[str, Positive]
+    flops: Annotated[Mapping[str, Amount], Field(min_length=1)]
     """Peak FLOP/s, dense, by the dtype of a product's inputs: fp32, fp16, bf16, fp8."""
-    memory: Positive
+    memory: Amount
     """Bytes."""
-    bandwidth: Positive
+    bandwidth: Amount
     """Of its memory, bytes/s."""
     launch: NotNegative
     """Seconds that a kernel takes at the least."""
@@ -89,19 +91,19 @@ class Link(Fact):
 
     latency: NotNegative
     """Seconds of a message without content."""
-    bandwidth: Positive
+    bandwidth: Amount
     """Bytes/s of one rank in one direction."""
 
 
 class Host(Fact):
     """The machine that a node's devices are in."""
 
-    memory: Positive
+    memory: Amount
     """Bytes."""
-    cores: Annotated[int, Field(ge=1)]
-    update: Positive
+    cores: Count
+    update: Amount
     """Parameters/s that all cores together update by AdamW."""
-    copy_rate: Positive
+    copy_rate: Amount
     """Bytes/s between one device and the host's memory, in one direction."""
 
 
@@ -109,10 +111,12 @@ class Cluster(Fact):
     """Nodes that are alike. inside: between devices of one node; across: between nodes, a device's share of it."""
 
     device: Device
-    per_node: Annotated[int, Field(ge=1)]
+    per_node: Count
     inside: Link
     across: Link
     host: Host
+    spread: NotNegative = 0.0
+    """Of a profile: how far repeated timings were apart, of their median."""
 
     def to_json(self) -> str:
         return self.model_dump_json(indent=2)
@@ -232,6 +236,11 @@ PRESETS: Mapping[str, Cluster] = {
 ALIASES = {"DGX-2": "V100-32GB", "V100": "V100-32GB", "SELENE": "A100-80GB", "A100": "A100-80GB", "H100": "H100-80GB"}
 
 
+def is_preset(cluster: Cluster) -> bool:
+    """Whether its device is one of the makers' figures, rather than a profile's."""
+    return any(cluster.device == one.device for one in PRESETS.values())
+
+
 def find(name: str) -> Cluster:
     """The preset of that name, in any case, or the profile in the file `name` (.json).
 
@@ -242,6 +251,8 @@ def find(name: str) -> Cluster:
             return Cluster.from_json(Path(name).read_text(encoding="utf-8"))
         except OSError as error:
             raise UsageError(f"{name} cannot be read: {error.strerror}", hint="zero3d calibrate writes one.") from None
+        except UnicodeDecodeError:
+            raise UsageError(f"{name} is not UTF-8 text", hint="zero3d calibrate writes a profile.") from None
     known = {key.upper(): key for key in PRESETS} | ALIASES
     if name.upper() in known:
         return PRESETS[known[name.upper()]]

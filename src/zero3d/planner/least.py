@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import inf
 
 from zero3d.planner.choice import Choice, divisors, ways_to_keep
 from zero3d.planner.footprint import Footprint
@@ -13,26 +14,56 @@ MOST = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Smallest:
-    """The choice that takes the least of a device, whatever it takes of its host."""
+    """A choice that takes little. footprint: of the rank that takes the most of its device; host_bytes: of the one that
+    takes the most of its host"""
 
     choice: Choice
     footprint: Footprint
-    fits: bool
+    host_bytes: float
+    fits_device: bool
     fits_host: bool
+
+    @property
+    def fits(self) -> bool:
+        return self.fits_device and self.fits_host
 
 
 def smallest(aim: Aim) -> Smallest | None:
-    """One sample at a time, recomputed, at level 3, of all layouts; None where no layout can be."""
-    found: list[Smallest] = []
+    """What takes the least of the host, of what a device has room for; of a device, where it has room for nothing or
+    all of this fits. None where no layout can be."""
+
+    def need(one: Smallest) -> tuple[int, float]:
+        if one.fits:
+            return 0, one.footprint.total
+        return (1, one.host_bytes) if one.fits_device else (2, one.footprint.total)
+
+    return min(_small(aim), key=need, default=None)
+
+
+def smallest_in_host(aim: Aim) -> Smallest | None:
+    """What takes the least of a device, of what the host has room for."""
+    return min((one for one in _small(aim) if one.fits_host), key=lambda one: one.footprint.total, default=None)
+
+
+def _small(aim: Aim) -> Iterator[Smallest]:
+    """One sample at a time, recomputed, at level 3, of all layouts."""
+    device = aim.cluster.device.model_copy(update={"memory": inf})
+    roomy = replace(aim, cluster=aim.cluster.with_changes(device=device), host_memory=inf)
+    no_host = replace(roomy, host_memory=0.0)  # What is refused for its host is told with the most that one takes.
     for layout in _layouts(aim):
         for way in ways_to_keep(layout.dp):
             if layout.dp > 1 and (way["level"] != 3 or way.get("reduce") != "micro-batch" or way.get("keep_gathered")):
                 continue
             choice = layout.changed(recompute="block" if aim.blocks else "none", **way)
-            footprint, refused = fits(aim, choice)
-            host = footprint.host_bytes <= aim.host_of_rank
-            found.append(Smallest(choice=choice, footprint=footprint, fits=refused is None, fits_host=host))
-    return min(found, key=lambda one: (not one.fits, one.footprint.total), default=None)
+            most, _ = fits(roomy, choice)
+            host = 0.0 if choice.offload == "none" else fits(no_host, choice)[0].host_bytes
+            yield Smallest(
+                choice=choice,
+                footprint=most,
+                host_bytes=host,
+                fits_device=most.total <= aim.memory,
+                fits_host=host <= aim.host_of_rank,
+            )
 
 
 def ways_out(aim: Aim, shorter: Callable[[int], Aim], sequence: int) -> Iterator[tuple[str, Smallest]]:

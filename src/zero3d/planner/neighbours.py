@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from zero3d.planner.choice import HOMES, Choice
-from zero3d.planner.judge import Aim, Plan, Rejected, gb, impossible, sent
+from zero3d.planner.judge import Aim, Plan, Rejected, gb, impossible, sent, slower
 from zero3d.planner.search import STAGES_PER_RANK, judged
 from zero3d.planner.sending import Sent
 from zero3d.planner.timing import StepTime
@@ -60,13 +60,14 @@ def improved(aim: Aim, best: Plan, rounds: int = 4) -> tuple[Plan, list[Neighbou
 def _reason(result: Plan | Rejected, best: Plan) -> str:
     if isinstance(result, Rejected):
         return f"{result.why}: {result.reason}"
-    slower = result.time.seconds / best.time.seconds - 1
-    if slower <= 0:
-        return f"as fast, with {gb(result.footprint.total)} against {gb(best.footprint.total)}"
+    times = result.time.seconds / best.time.seconds
+    if times <= 1:
+        mine, its = gb(result.footprint.total), gb(best.footprint.total)
+        return f"as fast, with {mine} against {its}" if mine != its else "as fast, in as much memory"
     causes = {name: getattr(result.time, name) - getattr(best.time, name) for name in CAUSES}
     worst = max(causes, key=lambda name: causes[name])
     now, before = (_milliseconds(one.time, worst) for one in (result, best))
-    return f"{slower:.1%} slower: {CAUSES[worst]} {now} against {before}"
+    return f"{slower(times)}: {CAUSES[worst]} {now} against {before}"
 
 
 def _milliseconds(time: StepTime, name: str) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from zero3d.planner.choice import Choice, divisors, ways_to_keep
-from zero3d.planner.judge import Aim, Plan, Rejected, at_least, bound, fits, gb, impossible, refusal, timed
+from zero3d.planner.judge import Aim, Plan, Rejected, at_least, bound, fits, gb, impossible, refusal, slower, timed
 
 Progress = Callable[[str], None]
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -141,6 +141,5 @@ def _bounded(aim: Aim, choice: Choice, seconds: float) -> Rejected:
 
 
 def _slower(plan: Plan, best: Plan) -> Rejected:
-    percent = plan.time.seconds / best.time.seconds - 1
-    reason = f"{percent:.1%} slower than the best"
+    reason = f"{slower(plan.time.seconds / best.time.seconds)} than the best"
     return refusal(plan.choice, "slower", reason, plan.time.tokens_per_second, "tokens/s")

@@ -22,7 +22,7 @@ from zero3d.report.figure import (
     Rows,
     Table,
 )
-from zero3d.report.holdings import SIDES, Held, holdings, kinds_of, on_device, rank_names
+from zero3d.report.holdings import SIDES, WORDS, Held, holdings, kinds_of, on_device, rank_names
 from zero3d.report.lines import by_rank, seconds_by
 from zero3d.report.plan_file import AWAY
 from zero3d.report.traced import Spent, is_wait, spent
@@ -56,7 +56,7 @@ def bars(run: Run) -> list[Figure]:
 
 
 def memory(held: Sequence[Held]) -> Figure | None:
-    """Planned, rehearsed and measured bytes of each rank, stacked by kind."""
+    """Model states before the run, rehearsed and measured bytes of each rank, stacked by kind."""
     kinds = kinds_of(held)
     if not kinds:
         return None
@@ -65,7 +65,7 @@ def memory(held: Sequence[Held]) -> Figure | None:
         for side in (side for side in SIDES if side in one.sides):
             table = one.sides[side]
             rows.add(
-                f"{one.name}, {side}",
+                f"{one.name}, {WORDS[side]}",
                 [
                     Bar(
                         name=kind,
@@ -80,12 +80,14 @@ def memory(held: Sequence[Held]) -> Figure | None:
     for one in held[:MOST_ROWS]:
         for side, table in one.sides.items():
             cells = [bytes_text(table[kind]) if kind in table else "not known" for kind in kinds]
-            numbers.append([f"{one.name}, {side}", *cells, bytes_text(on_device(table))])
+            numbers.append([f"{one.name}, {WORDS[side]}", *cells, bytes_text(on_device(table))])
     sides = [side for side in SIDES if any(side in one.sides for one in held)]
     most = {side: max(on_device(one.sides[side]) for one in held if side in one.sides) for side in sides}
-    told = "; ".join(f"{side}: {bytes_text(size)} on the device of the rank with most" for side, size in most.items())
+    told = "; ".join(
+        f"{WORDS[side]}: {bytes_text(size)} on the device of the rank with most" for side, size in most.items()
+    )
     note = {
-        "planned": "Planned: model states alone, before the run.",
+        "planned": "Model states: what was known before the run; without activations and buffers.",
         "rehearsed": "Rehearsed: the peak of a step on fake tensors; host and staging together.",
         "measured": "Measured: after the last step, with the activations of one micro-batch.",
     }

@@ -1,4 +1,4 @@
-"""A step in time: the schedule as planned, and as it was measured where the run has a trace. Pure.
+"""A step in time: the schedule on paper or at mean times, and as it was measured where the run has a trace. Pure.
 
 Rows are ranks of the first pipeline, those that are at index 0 on dp and tp; below a rank with offload are its queues.
 """
@@ -23,8 +23,8 @@ TELLS = {kind: colour(kind, shade) for kind, shade in zip(Kind, (0.75, 0.55, 0.3
 
 
 def gantt(run: Run, problems: list[str]) -> Figure | None:
-    """Planned and measured in one figure and one scale; without a trace the schedule of a pipeline alone. What cannot
-    be drawn becomes one of the `problems`."""
+    """At mean times and measured in one figure and one scale; without a trace the schedule of a pipeline on paper. What
+    cannot be drawn becomes one of the `problems`."""
     try:
         if run.trace:
             return _traced(run.trace)
@@ -41,7 +41,7 @@ def _traced(trace: Trace) -> Figure:
     queued = jobs(trace, step)
     rows, drawn = Rows(), 0
     table: list[list[str]] = []
-    for side, timeline in (("planned", plan), ("measured", found)):
+    for side, timeline in (("at mean times", plan), ("measured", found)):
         for index, (rank, runs) in enumerate(zip(pipeline_of(trace), timeline.ranks, strict=True)):
             drawn += len(runs)
             table.append(_row(f"rank {rank}, {side}", runs, timeline, "ms"))
@@ -54,18 +54,18 @@ def _traced(trace: Trace) -> Figure:
                 rows.add(f"rank {rank}, {queue}", [_job(one) for one in queued[index] if one.queue == queue])
     told = (
         f"Step {step}: {found.makespan:.4g} ms measured with a bubble of {found.bubble:.1%}, "
-        f"{plan.makespan:.4g} ms planned with {plan.bubble:.1%}."
+        f"{plan.makespan:.4g} ms with {plan.bubble:.1%} by the schedule at mean times."
     )
     return Figure(
         name="timeline",
-        title="Planned and measured timeline",
+        title="The schedule at mean times and the measured step",
         told=told,
         data=rows.data,
         layout=rows.layout("milliseconds from the first action", mode="overlay"),
         table=Table(caption="Ranks of the first pipeline", heads=_HEADS, rows=table),
-        note="Planned: the schedule with the mean time of each kind of action in each stage. Measured: the traced step "
-        "that took neither longest nor shortest. Empty: idle, or waiting for another stage. The number in a cell is "
-        "its micro-batch." + (" More rows than fit are left out." if drawn > MOST_BARS else ""),
+        note="At mean times: the schedule with the mean time of each kind of action in each stage. Measured: the "
+        "traced step that took neither longest nor shortest. Empty: idle, or waiting for another stage. The number in "
+        "a cell is its micro-batch." + (" More rows than fit are left out." if drawn > MOST_BARS else ""),
         wide=True,
     )
 
@@ -80,7 +80,7 @@ def _on_paper(timeline: Timeline) -> Figure:
             rows.add(f"pp {rank}", [_bar(one, "") for one in runs])
     return Figure(
         name="timeline",
-        title="Planned timeline",
+        title="The schedule on paper",
         told=f"On paper a step takes {timeline.makespan:g} units of time, with a bubble of {timeline.bubble:.1%}.",
         data=rows.data,
         layout=rows.layout("units of time", mode="overlay"),

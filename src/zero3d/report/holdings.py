@@ -10,6 +10,8 @@ from zero3d.report.plan_file import AWAY
 
 Side = Literal["planned", "rehearsed", "measured"]
 SIDES: tuple[Side, ...] = ("planned", "rehearsed", "measured")
+WORDS: dict[Side, str] = {"planned": "model states", "rehearsed": "rehearsed", "measured": "measured"}
+"""What people read: model states are all that is known before a run."""
 KINDS = ("weights", "gradients", "optimizer", "activations", "buffers", *AWAY)
 """In the order in which they are stacked; what else a file has comes after."""
 

@@ -13,7 +13,7 @@ from zero3d.report.contents import Run
 from zero3d.report.curves import curves
 from zero3d.report.figure import Figure
 from zero3d.report.gantt import gantt
-from zero3d.report.holdings import holdings, on_device
+from zero3d.report.holdings import WORDS, Side, holdings, on_device
 from zero3d.report.lines import number
 from zero3d.report.markup import Markup, element, table
 from zero3d.report.page import STATES, Head, Section, card, folded
@@ -114,10 +114,10 @@ def _facts(run: Run) -> Iterator[tuple[str, str, str]]:
         of = f"of {run.steps:,}" if run.steps else ""
         yield "steps", f"{run.metrics.last_step:,}", of
     if held := holdings(run):
-        side = "measured" if any("measured" in one.sides for one in held) else "planned"
-        sizes = [on_device(one.sides[side]) for one in held if side in one.sides]  # type: ignore[index]
+        side: Side = "measured" if any("measured" in one.sides for one in held) else "planned"
+        sizes = [on_device(one.sides[side]) for one in held if side in one.sides]
         if sizes:
-            yield "held by a rank", bytes_text(max(sizes)), f"on its device, {side}; the one with most"
+            yield "held by a rank", bytes_text(max(sizes)), f"on its device, {WORDS[side]}; the one with most"
     whole = [one for one in run.checkpoints if not one.why]
     if whole:
         yield "newest checkpoint", f"step {whole[0].step:,}", bytes_text(whole[0].size)
@@ -152,7 +152,7 @@ def _layout(run: Run) -> Iterator[Markup]:
     more = f" The other {layout.world - MOST_RANKS:,} ranks are alike." if layout.world > MOST_RANKS else ""
     about = (
         "Blocks as first-last of each stage. Parts are what ZeRO leaves a rank of what its place on tp and pp gives "
-        f"it; bytes are planned, on the device.{more}"
+        f"it; bytes are of model states, on the device.{more}"
     )
     dtypes = table("Dtypes", ["what", "dtype"], [list(one) for one in plan.dtypes], numbers=False)
     text = (

@@ -208,8 +208,8 @@ def _parameter(model: nn.Module, info: ParamInfo, device: torch.device, compute:
     """The user's own parameter object; a new one where the model was built without memory."""
     parameter = model.get_parameter(info.name)
     if parameter.is_meta:
-        parameter = nn.Parameter(torch.empty(0, dtype=compute, device=device), requires_grad=info.trainable)
-        parameter.data = torch.empty(info.shape, dtype=compute, device=device)
+        value = torch.empty(info.shape, dtype=compute, device=device)
+        parameter = nn.Parameter(value, requires_grad=info.trainable)
         params.replace(model, info, parameter)
     return parameter
 
