@@ -333,8 +333,8 @@ each. Not in the table are formulas, and rows that do not say in which layout th
 
 `benchmarks/predicted.py` has two ranks of one thread train a GPT in twelve layouts (levels 0 to 3, micro-batches,
 recomputing, tp, pp), and predicts each from a profile of `zero3d calibrate`. On two CPU cores the median error was
-13.7 %, the largest 19 %, and Kendall's tau of the two orders 0.85: nearly all of the error is that the machine, which is
-shared, was some 13 % slower in all layouts by then. Chance tells layouts apart that differ by less than 3 %.
+13.7 %, the largest 19 %, and Kendall's tau of the two orders 0.85: nearly all of the error is that the machine, which
+is shared, was some 13 % slower in all layouts by then. Chance tells layouts apart that differ by less than 3 %.
 
 ## How far its memory is off
 
