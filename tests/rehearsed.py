@@ -4,8 +4,10 @@ python -m tests.rehearsed [NAME ...]
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import sleep
 from typing import Any
 
 import torch
@@ -22,8 +24,11 @@ from zero3d.models.gpt import GPT, GPTConfig
 from zero3d.models.llama import Llama, LlamaConfig
 from zero3d.step import train_step
 from zero3d.tensor.loss import next_token_loss
+from zero3d.unwatched import Unwatched
 
 VOCABULARY, LENGTH = 512, 64
+HOST_WAITS = 0.1
+"""Seconds before what is copied to the host or done there."""
 
 
 def gpt() -> nn.Module:
@@ -154,8 +159,18 @@ def config_of(point: Point) -> Config:
     return Config.load({"parallel": {"micro_batch": point.size}}, list(point.settings))
 
 
+class SlowHost(Unwatched):
+    """A way to the host, and updates there, that are slower than what computes: as much is under way as there can be.
+    (Weights come as fast as they do, as a rank waits for them, and all else gets on meanwhile.)"""
+
+    @contextmanager
+    def queueing(self, queue: str, what: str) -> Iterator[None]:
+        sleep(HOST_WAITS if queue != "up" else 0)
+        yield
+
+
 def real(point: Point) -> Found:
-    """On each rank: the third step of a run."""
+    """On each rank: the third step of a run, whose host is slow."""
     model = MODELS[point.model]
     torch.manual_seed(0)
     engine = zero3d.Engine(model.build, model.loss, "adamw", config_of(point), call=model.call)
@@ -165,6 +180,7 @@ def real(point: Point) -> Found:
     parts = engine._parts
     before = [axis.sent_bytes for axis in parts.axes]
     batches = [model.batch(point.size) for _ in range(point.micro_batches)]
+    parts.homes.watch(SlowHost())
     tracker = Tracker(parts.model)
     with tracker:
         train_step(parts, batches, 2, 1.0, tracker)

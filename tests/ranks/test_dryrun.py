@@ -63,6 +63,13 @@ def test_bytes_are_near_where_ranks_wait(point: Point) -> None:
 
 @pytest.mark.parametrize("point", OFFLOADED, ids=str)
 def test_bytes_are_the_most_there_can_be_with_offload(point: Point) -> None:
-    for mine, other in both(point):
-        agrees(mine, other)
-        assert other.peak.total <= mine.peak.total < 1.05 * other.peak.total
+    """Where the host is slower than what computes, a run has as many on their way. On a machine so busy that it is not,
+    it has fewer: one of three counts is the rehearsal's."""
+    for _ in range(3):
+        found = list(both(point))
+        for mine, other in found:
+            agrees(mine, other)
+            assert other.peak.total <= mine.peak.total < 1.05 * other.peak.total
+        if all(mine.peak.by_kind == other.peak.by_kind for mine, other in found):
+            return
+    raise AssertionError("never as many")
