@@ -337,8 +337,8 @@ recomputing, tp, pp), and predicts each from a profile of `zero3d calibrate`. On
 is shared, was some 13 % slower in all layouts by then. Chance tells layouts apart that differ by less than 3 %.
 
 These layouts compute in fp32. In bf16 a CPU with instructions for its products is predicted too fast, as attention and
-activation functions gain nothing from these: a step of examples/demo.toml takes 94 ms on two cores that are predicted to
-take 34 (in fp32 92, predicted 75).
+activation functions gain nothing from these: a step of examples/demo.toml takes 94 ms on two cores that are predicted
+to take 34 (in fp32 92, predicted 75).
 
 ## How far its memory is off
 
