@@ -13,6 +13,12 @@
 Every error carries three short texts: what happened, where, and what to do.
 """
 
+import errno
+from typing import Final
+
+DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+"""Numbers of an `OSError` that says so."""
+
 
 class Zero3dError(Exception):
     """What happened, where, what to do. `exit_code` is what the command leaves with."""

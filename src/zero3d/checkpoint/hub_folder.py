@@ -16,8 +16,8 @@ from zero3d.checkpoint import torch_file
 from zero3d.checkpoint.hub import CONFIG, INDEX, SHARD_BYTES, HubFile, Weight, in_files, index, with_dtype
 from zero3d.checkpoint.local import sync
 from zero3d.checkpoint.target import PARTIAL, check_free
-from zero3d.checkpoint.write import BLOCK, FULL
-from zero3d.errors import OutOfSpaceError, UsageError
+from zero3d.checkpoint.write import BLOCK
+from zero3d.errors import DISK_FULL, OutOfSpaceError, UsageError
 
 Format = Literal["safetensors", "torch"]
 ROOM: Final = 1 << 20
@@ -151,7 +151,7 @@ def _explained(folder: Path, nbytes: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in FULL:
+        if error.errno in DISK_FULL:
             raise OutOfSpaceError(
                 f"{os.strerror(error.errno)}: {nbytes / 1e6:.1f} MB were to be written",
                 where=str(folder),

@@ -16,11 +16,10 @@ from typing import Any, Final
 
 from zero3d.checkpoint.manifest import MANIFEST, OTHER
 from zero3d.checkpoint.place import NAME, Draft, Url
-from zero3d.errors import DataError, OutOfSpaceError, UsageError, Zero3dError
+from zero3d.errors import DISK_FULL, DataError, OutOfSpaceError, UsageError, Zero3dError
 
 AHEAD: Final = 1 << 23
 """Bytes that are asked of the remote at a time, at least: each question takes its way there and back."""
-FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Remote:
@@ -201,7 +200,7 @@ def explained(url: Url, done: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(url)) from error
     except Exception as error:
-        kind = OutOfSpaceError if isinstance(error, OSError) and error.errno in FULL else UsageError
+        kind = OutOfSpaceError if isinstance(error, OSError) and error.errno in DISK_FULL else UsageError
         raise kind(
             f"it cannot be {done}: {type(error).__name__}: {error}",
             where=str(url),

@@ -9,10 +9,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from zero3d.checkpoint.write import FULL
 from zero3d.comm.texts import everyones_text
 from zero3d.contracts import Axis
-from zero3d.errors import DataError, OutOfSpaceError, RankFailedError, UsageError, Zero3dError
+from zero3d.errors import DISK_FULL, DataError, OutOfSpaceError, RankFailedError, UsageError, Zero3dError
 
 Result = TypeVar("Result")
 
@@ -97,11 +96,11 @@ def _told(error: Exception | None) -> str:
         named = type(error).__name__
         kind, message, where, hint = named if named in KINDS else kind, error.message, error.where, error.hint
     elif isinstance(error, OSError):
-        kind = "OutOfSpaceError" if error.errno in FULL else "UsageError"
+        kind = "OutOfSpaceError" if error.errno in DISK_FULL else "UsageError"
         message, where = os.strerror(error.errno) if error.errno else str(error), str(error.filename or "")
         hint = (
             "Free some space there, or save elsewhere."
-            if error.errno in FULL
+            if error.errno in DISK_FULL
             else "All ranks must be able to reach the folder, and to write to it where they save."
         )
     elif isinstance(error, MemoryError):

@@ -7,7 +7,6 @@
 Where everything will lie is known before anything is written, so nothing is held but the block that is on its way.
 """
 
-import errno
 import json
 import os
 import zlib
@@ -23,11 +22,10 @@ from zero3d.checkpoint.chunks import TABLE, Checksums, table_bytes
 from zero3d.checkpoint.manifest import ITEMSIZE, File
 from zero3d.checkpoint.place import Place
 from zero3d.checkpoint.storage import storage_of
-from zero3d.errors import OutOfSpaceError
+from zero3d.errors import DISK_FULL, OutOfSpaceError
 
 BLOCK: Final = 1 << 22
 """Bytes that are fetched from a device, and written, at a time."""
-FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 PLACE: Final = 8
 """The header's length is a multiple of it, so that elements of every dtype lie where they can be mapped."""
 
@@ -132,7 +130,7 @@ def write(planned: Plan, path: Place, source: Source = as_it_is) -> File:
             table = checksums.table()
             file.write(table)
     except OSError as error:
-        if error.errno in FULL:
+        if error.errno in DISK_FULL:
             raise OutOfSpaceError(
                 f"{os.strerror(error.errno)}: {planned.size / 1e6:.1f} MB were to be written",
                 where=str(path),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero3d.cli.signals import exit_code
-from zero3d.errors import OutOfSpaceError, RankFailedError, UsageError, Zero3dError
+from zero3d.errors import DISK_FULL, OutOfSpaceError, RankFailedError, UsageError, Zero3dError
 
 LOST = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection refused")
 """How back ends say that another rank is gone."""
@@ -85,7 +85,7 @@ def as_known(error: BaseException) -> Zero3dError:
             f"out of memory: {text.splitlines()[0] if text else 'no more to be had'}",
             hint='Set parallel.micro_batch smaller, zero.level = 3, or recompute.mode = "block".',
         )
-    if isinstance(error, OSError) and error.errno in (28, 122):
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
         return OutOfSpaceError(f"no space left: {text}", hint="Free some, or set run.out to another disk.")
     if isinstance(error, BrokenPipeError):
         return Zero3dError(

@@ -4,10 +4,9 @@ import errno
 import os
 from pathlib import Path
 
-from zero3d.errors import UsageError
+from zero3d.errors import DISK_FULL, UsageError
 
 HINT = "Name a file in a folder that is there and yours."
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def check_out(out: Path, *, suffix: str = "", what: str = "") -> None:
@@ -42,7 +41,7 @@ def write_out(out: Path, text: str) -> None:
         part.replace(file)
     except OSError as error:
         part.unlink(missing_ok=True)
-        if error.errno in FULL:
+        if error.errno in DISK_FULL:
             raise
         raise _refused(out, error) from None
 

@@ -5,7 +5,6 @@ are mapped, never loaded. Both files are written under temporary names and renam
 sidecar last: who can open a token file sees all of it.
 """
 
-import errno
 import hashlib
 import os
 import secrets
@@ -20,7 +19,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from zero3d.data.tokenizers import TokenIds
-from zero3d.errors import DataError, OutOfSpaceError
+from zero3d.errors import DISK_FULL, DataError, OutOfSpaceError
 
 FORMAT: Final = 1
 _HASH_TOKENS = 1 << 20
@@ -207,6 +206,6 @@ def _as_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         what = f"cannot be written: {error.strerror or error}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in DISK_FULL:
             raise OutOfSpaceError(what, where=str(path), hint="Free some space, or choose another folder.") from error
         raise DataError(what, where=str(path), hint="Choose a folder that you may write to.") from error

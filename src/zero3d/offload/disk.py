@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zero3d.errors import OutOfSpaceError, UsageError, Zero3dError
+from zero3d.errors import DISK_FULL, OutOfSpaceError, UsageError, Zero3dError
 
 PAGE = mmap.PAGESIZE
 """Tensors begin at multiples of it, in bytes: what one lets go is never a neighbour's."""
@@ -39,7 +39,6 @@ _NAME = re.compile(r"state-\d{5,}")
 _LOCK = "lock"
 
 _MORE_ROOM = "Free some space there, set offload.folder to a larger disk, or use more ranks."
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _LIMITS = (errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _LACKING = (errno.ENODEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
 _UNFIT = (
@@ -276,7 +275,7 @@ def _as_errors(path: Path, name: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         what = f"optimizer state{f' of {name}' if name else ''} cannot be kept on disk: {error.strerror or error}"
-        if error.errno in _FULL:
+        if error.errno in DISK_FULL:
             raise OutOfSpaceError(what, where=str(path), hint=_MORE_ROOM) from error
         if error.errno in _LIMITS:
             hint = "Raise the limits of the process (ulimit -a shows them), or use more ranks."
