@@ -1,7 +1,8 @@
 """The planner's step times beside measured ones on this machine, after `zero3d calibrate`.
 
     zero3d calibrate --out profile.json -n 2
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/predicted.py --profile profile.json [--rounds 5] [--json]
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/predicted.py --profile profile.json \
+        [--dtype fp32] [--rounds 5] [--json]
 
 Two ranks of one thread each train a GPT in twelve layouts, in an order drawn anew in each round; what is measured is
 the median over rounds. Prints the error of each, their median, and Kendall's tau of the two orders (1: the same).
@@ -69,26 +70,27 @@ def batch(samples: int) -> dict[str, Tensor]:
     return {"tokens": tokens, "targets": (tokens + 1) % VOCABULARY}
 
 
-def config_of(point: Point) -> dict[str, Any]:
-    config = Config.load({"parallel": {"micro_batch": point.samples}}, list(point.settings))
+def config_of(point: Point, dtype: str) -> dict[str, Any]:
+    tree = {"parallel": {"micro_batch": point.samples}, "precision": {"compute": dtype}}
+    config = Config.load(tree, list(point.settings))
     return config.model_dump(exclude_unset=True)
 
 
-def predicted(cluster: Cluster, point: Point) -> float:
+def predicted(cluster: Cluster, point: Point, dtype: str) -> float:
     """Seconds."""
-    given = Config.load({**config_of(point), "data": {"global_batch": SAMPLES}})
+    given = Config.load({**config_of(point, dtype), "data": {"global_batch": SAMPLES}})
     config = given.resolved(2, native_bf16=False)
     subject = Subject(build=gpt, batch=batch, tokens=LENGTH)
-    workload = count(subject, dtype="fp32", tp=config.parallel.tp, memory=False)
+    workload = count(subject, dtype=dtype, tp=config.parallel.tp, memory=False)
     return step_time(cluster, workload, Run.of(config)).seconds
 
 
-def measured(rounds: int) -> dict[str, list[float]]:
+def measured(rounds: int, dtype: str) -> dict[str, list[float]]:
     """Name -> seconds of each round."""
     engines = {}
     for point in POINTS:
         torch.manual_seed(0)
-        engines[point.name] = zero3d.Engine(gpt(), next_token_loss, "adamw", config_of(point))
+        engines[point.name] = zero3d.Engine(gpt(), next_token_loss, "adamw", config_of(point, dtype))
     found: dict[str, list[float]] = {point.name: [] for point in POINTS}
     for number in range(rounds + 2):
         for point in random.Random(number).sample(POINTS, len(POINTS)):
@@ -112,14 +114,15 @@ def kendall(pairs: Sequence[tuple[float, float]]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", type=Path, required=True)
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     cluster = find(str(options.profile))
-    planned = {point.name: predicted(cluster, point) for point in POINTS}
+    planned = {point.name: predicted(cluster, point, options.dtype) for point in POINTS}
     dist.init_process_group("gloo")
-    seconds = measured(options.rounds)
+    seconds = measured(options.rounds, options.dtype)
     if dist.get_rank() == 0:
         tell(planned, seconds, as_json=options.json)
     dist.barrier()

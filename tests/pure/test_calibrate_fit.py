@@ -42,9 +42,9 @@ def messages(latency: float, bandwidth: float, *, verb: str, ranks: int, across:
 MEASURED = Measured(
     machine=MACHINE,
     products=products({"fp32": 60e9, "bf16": 9e9, "fp16": 50e9}, 20),
-    attention=24e9,
+    attention={"fp32": 24e9, "bf16": 3e9, "fp16": 10e9},
+    moving={"fp32": 6e9, "bf16": 2e9, "fp16": 3e9},
     stream=10e9,
-    moving=6e9,
     launch=2e-6,
     messages=(
         *messages(5e-5, 2e9, verb="send", ranks=2),
@@ -93,6 +93,10 @@ def test_a_profile_has_what_was_measured() -> None:
     spare = cluster_of(replace(MEASURED, machine=replace(MACHINE, cores=8)))
     assert spare.device.rates.hidden == hardware.PRESETS["CPU"].device.rates.hidden
     assert device.rates.attention == pytest.approx(0.4, rel=0.06)
+    bf16 = device.rates.of("bf16")
+    assert (bf16.attention, bf16.moving, bf16.half) == pytest.approx((3 / 9, 0.2, 20), rel=0.06)
+    assert device.moved(2e9, "bf16") == pytest.approx(1) and device.moved(6e9) == pytest.approx(1)
+    assert device.rates.of("fp8").attention == device.rates.attention, "what nobody measured is as fp32"
     assert (cluster.inside.latency, cluster.inside.bandwidth) == pytest.approx((3e-5, 2e9)), "a ring of 4 has 3 steps"
     assert device.rates.link == pytest.approx(0.5), "what groups of four reach of it"
     assert (device.rates.pair, device.rates.hop) == pytest.approx((1.0, 5e-5))

@@ -30,8 +30,8 @@ class Bench:
         return self._device
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Of one call of `work`, which may wait for other ranks: of the slowest rank the lower quartile, as what other
-        programs do only adds time. Collective; every rank calls `work` as often."""
+        """Of one call of `work`, which may wait for other ranks: the median of the slowest rank. Collective; every rank
+        calls `work` as often."""
         self._run(work, 1)
         one = max(self.slowest(self._run(work, 1)), 1e-9)
         inner = _within(LEAST_SAMPLE / one, 1, MOST_INNER)
@@ -40,7 +40,7 @@ class Bench:
         samples = [self._run(work, inner) / inner for _ in range(count)]
         low, middle, high = quantiles(samples, n=4, method="inclusive")
         self.spreads.append((high - low) / middle)
-        return self.slowest(low)
+        return self.slowest(middle)
 
     def waits(self, work: Callable[[], object]) -> float:
         """Of the time that ranks need for `work`, `STRETCH` or more of it at once, what a small call after it makes

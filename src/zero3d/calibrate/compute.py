@@ -8,6 +8,7 @@ from torch import Tensor
 
 from zero3d.calibrate.bench import Bench
 from zero3d.calibrate.measured import Effort, Product
+from zero3d.planner.workload import FUSED_BACKWARD, FUSED_FORWARD
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEAD = 64
@@ -34,18 +35,31 @@ def products(bench: Bench, effort: Effort, dtype: str) -> Iterator[Product]:
 
 
 def _rate(bench: Bench, dtype: str, m: int, n: int, k: int) -> float:
-    """FLOP/s of a layer's product: m tokens, k features in, n out."""
+    """FLOP/s of a layer's products, forward and both of backward: m tokens, k features in, n out. With new results, and
+    each with operands transposed as it has them: what is laid out anew for 16-bit instructions takes its time."""
     x, weight = (_filled((rows, k), DTYPES[dtype], bench.device) for rows in (m, n))
-    out = torch.empty(m, n, dtype=DTYPES[dtype], device=bench.device)
-    return 2 * m * n * k / bench.seconds(lambda: torch.mm(x, weight.t(), out=out))
+    gradient = _filled((m, n), DTYPES[dtype], bench.device)
+
+    def layer() -> None:
+        torch.mm(x, weight.t())
+        torch.mm(gradient, weight)
+        torch.mm(gradient.t(), x)
+
+    return 3 * 2 * m * n * k / bench.seconds(layer)
 
 
 def attention(bench: Bench, dtype: str, tokens: int) -> float:
-    """FLOP/s of torch's fused attention over sequences of `tokens`, counted without the causal mask."""
+    """FLOP/s of torch's fused causal attention over sequences of `tokens`, forward and backward, where both count what
+    the mask leaves: half of the scores."""
     heads = 4
-    query = _filled((1, heads, tokens, HEAD), DTYPES[dtype], bench.device)
-    done = bench.seconds(lambda: F.scaled_dot_product_attention(query, query, query))
-    return 4 * heads * tokens**2 * HEAD / done
+    query = _filled((1, heads, tokens, HEAD), DTYPES[dtype], bench.device).requires_grad_()
+    done = bench.seconds(lambda: _both_ways(F.scaled_dot_product_attention(query, query, query, is_causal=True), query))
+    return (FUSED_FORWARD + FUSED_BACKWARD) * heads * tokens**2 * HEAD / 2 / done
+
+
+def _both_ways(y: Tensor, x: Tensor) -> None:
+    """A backward, beside the forward that gave `y`."""
+    torch.autograd.grad(y, [x], torch.ones_like(y))
 
 
 def stream(bench: Bench, elements: int) -> float:
@@ -54,21 +68,21 @@ def stream(bench: Bench, elements: int) -> float:
     return 12 * elements / bench.seconds(lambda: torch.add(left, right, out=out))
 
 
-def moving(bench: Bench, elements: int, held: int) -> float:
-    """Bytes/s of what a block does beside its products: norms and activation functions read fp32 `elements` and write
-    as many. What they give is kept until about `held` elements are there, as for a backward, and then dropped: a CPU's
-    allocator has to ask the system for most of it again."""
+def moving(bench: Bench, dtype: str, elements: int, held: int) -> float:
+    """Bytes/s of what a block does beside its products: norms and activation functions read `elements` and write as
+    many, and in backward read twice as many and write as many. What they give is kept for it, until about `held`
+    elements are there, and then dropped: a CPU's allocator has to ask the system for most of it again."""
     rows = max(elements // NORMED, 1)
-    x = _filled((rows, NORMED), torch.float32, bench.device)
+    x = _filled((rows, NORMED), DTYPES[dtype], bench.device).requires_grad_()
     pairs = max(held // (2 * x.numel()), 1)
 
     def chain() -> None:
-        kept = [x]
+        y = x
         for _ in range(pairs):
-            kept.append(F.layer_norm(kept[-1], (NORMED,)))
-            kept.append(F.gelu(kept[-1]))
+            y = F.gelu(F.layer_norm(y, (NORMED,)))
+        _both_ways(y, x)
 
-    return 2 * pairs * 8 * x.numel() / bench.seconds(chain)
+    return 2 * pairs * 5 * x.numel() * x.element_size() / bench.seconds(chain)
 
 
 def launch(bench: Bench) -> float:

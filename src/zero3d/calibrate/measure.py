@@ -13,6 +13,8 @@ from zero3d.comm.mesh import open_mesh, ranks_started
 from zero3d.layout import Layout
 
 TIMEOUT = timedelta(seconds=120)
+LONG = 16
+"""Times as many tokens has a GPU's sequence."""
 
 
 def measure(effort: Effort, machine: Machine, progress: Progress) -> Measured:
@@ -23,8 +25,9 @@ def measure(effort: Effort, machine: Machine, progress: Progress) -> Measured:
     world = ranks_started()
     mesh = open_mesh(Layout(dp=world), TIMEOUT)
     axes = list(links.groups(world, machine.per_node, TIMEOUT))
-    counts = (len(effort.dims) + len(effort.skinny)) * len(effort.dtypes), len(effort.messages) * (2 * len(axes) + 1)
-    total = counts[0] + (counts[1] if axes else 0) + 8
+    of_dtypes = (len(effort.dims) + len(effort.skinny) + 2) * len(effort.dtypes)
+    of_links = len(effort.messages) * (2 * len(axes) + 1) if axes else 0
+    total = of_dtypes + of_links + 6
     bench = Bench(mesh.everyone, mesh.device, effort.seconds / total)
     done = 0
 
@@ -46,12 +49,15 @@ def measure(effort: Effort, machine: Machine, progress: Progress) -> Measured:
                 yield one
 
     found_products = tuple(products())
-    next_is("attention")
-    attention = compute.attention(bench, "fp32" if mesh.device.type == "cpu" else "bf16", effort.dims[-1])
+    given, tokens = (effort.given, effort.tokens) if machine.kind == "cpu" else (effort.elements, LONG * effort.tokens)
+    attention, moving = {}, {}
+    for dtype in effort.dtypes:
+        next_is(f"{dtype} attention")
+        attention[dtype] = compute.attention(bench, dtype, tokens)
+        next_is(f"{dtype} norms and activations")
+        moving[dtype] = compute.moving(bench, dtype, given, effort.held)
     next_is("memory")
     stream = compute.stream(bench, effort.elements)
-    given = effort.given if machine.kind == "cpu" else effort.elements
-    moving = compute.moving(bench, given, effort.held)
     next_is("the smallest operation")
     launch = compute.launch(bench)
     found_messages = tuple(messages())
@@ -64,8 +70,8 @@ def measure(effort: Effort, machine: Machine, progress: Progress) -> Measured:
         machine=machine,
         products=found_products,
         attention=attention,
-        stream=stream,
         moving=moving,
+        stream=stream,
         launch=launch,
         messages=found_messages,
         update=update,

@@ -1,6 +1,6 @@
 """What was measured, as values: curves, and how much work they are worth. Pure.
 
-All seconds are the lower quartile of the slowest rank while all ranks do the same, as in a step of training.
+All seconds are the median of the slowest rank while all ranks do the same, as in a step of training.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,9 +18,9 @@ class Effort:
     """How large what is measured is, and how long each number may take.
 
     seconds: of all numbers together, about. dims: of square matrices; skinny: rows of a product with the largest dim
-    that few tokens make. messages: bytes. elements: of arrays that are read and written, and updated by AdamW;
-    given: of what an operation of a model gives, and held: of all that is kept for a while, on a CPU, whose caches and
-    allocator make much of both.
+    that few tokens make. messages: bytes. elements: of arrays that are read and written, and updated by AdamW.
+    On a CPU, whose caches and allocator make much of it: tokens: of a sequence that attention is over; given: elements
+    of what an operation of a model gives, and held: of all that is kept for a while.
     """
 
     seconds: float = 20.0
@@ -28,6 +28,7 @@ class Effort:
     skinny: tuple[int, ...] = (16, 128)
     messages: tuple[int, ...] = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 24)
     elements: int = 1 << 23
+    tokens: int = 256
     given: int = 1 << 18
     held: int = 1 << 26
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
@@ -83,18 +84,18 @@ class Machine:
 class Measured:
     """All numbers: of one rank, but for `update`, which is of all ranks of a node together.
 
-    attention: FLOP/s of fused attention; stream: bytes/s of a sum of two large arrays; moving: bytes/s of norms and
-    activation functions; launch: seconds of the smallest operation, with autograd; update: parameters/s
-    of AdamW on the host; copy: bytes/s from device to host; skew: what ranks wait in calls for the slowest of them, of
-    the time that they compute; 0 of one rank. spread: of repeated timings, the median of (upper - lower quartile) /
-    median.
+    By dtype: attention: FLOP/s of fused attention, forward and backward; moving: bytes/s of norms and activation
+    functions, both ways. stream: bytes/s of a sum of two large arrays; launch: seconds of the smallest operation, with
+    autograd; update: parameters/s of AdamW on the host; copy: bytes/s from device to host; skew: what ranks wait in
+    calls for the slowest of them, of the time that they compute; 0 of one rank. spread: of repeated timings, the median
+    of (upper - lower quartile) / median.
     """
 
     machine: Machine
     products: tuple[Product, ...]
-    attention: float
+    attention: Mapping[str, float]
+    moving: Mapping[str, float]
     stream: float
-    moving: float
     launch: float
     messages: tuple[Message, ...]
     update: float

@@ -25,12 +25,19 @@ def cluster_of(measured: Measured) -> Cluster:
     machine, products = measured.machine, fit.products(measured.products)
     preset = PRESETS["CPU"]
     inside, across, reached = _links(measured, preset)
+    by_dtype = {
+        dtype: {
+            "half": one.half,
+            "attention": _part(measured.attention[dtype] / one.peak),
+            "moving": _part(measured.moving[dtype] / measured.stream),
+        }
+        for dtype, one in products.items()
+    }
+    common = by_dtype.get("fp32", next(iter(by_dtype.values())))
     rates = {
         "matrix": 1.0,
-        "half": products.get("fp32", next(iter(products.values()))).half,
-        "halves": {dtype: one.half for dtype, one in products.items()},
-        "attention": _part(measured.attention / products["fp32" if machine.kind == "cpu" else "bf16"].peak),
-        "moving": _part(measured.moving / measured.stream),
+        **common,
+        "by_dtype": by_dtype,
         "skew": measured.skew,
         **reached,
     }

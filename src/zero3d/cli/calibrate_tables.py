@@ -1,6 +1,6 @@
 """What `zero3d calibrate` has measured, as tables for people."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from zero3d.calibrate.measured import Measured
 from zero3d.cli.plain_table import PlainTable
@@ -11,15 +11,18 @@ from zero3d.planner.hardware import Cluster
 def tables(measured: Measured, cluster: Cluster) -> Iterator[PlainTable]:
     """Products, links where there are any, and the rest."""
     here, device = measured.machine, cluster.device
-    products = PlainTable(
-        f"{here.device}: FLOP/s of one rank of {here.per_node}, all at once", ["m, n, k"], list(device.flops), drop=[]
-    )
-    for sizes in dict.fromkeys((one.m, one.n, one.k) for one in measured.products):
-        rates = {one.dtype: one.flops for one in measured.products if (one.m, one.n, one.k) == sizes}
-        products.add_row(
-            " x ".join(map(str, sizes)), *(_rate(rates[dtype]) if dtype in rates else "-" for dtype in device.flops)
-        )
-    products.add_row("large, fitted", *(_rate(peak) for peak in device.flops.values()), style="bold")
+    title = f"{here.device}: one rank of {here.per_node}, all at once"
+    products = PlainTable(title, ["what"], list(device.flops), drop=[])
+
+    def row(what: str, found: Mapping[str, float], told: Callable[[float], str], style: str = "") -> None:
+        products.add_row(what, *(told(found[dtype]) if dtype in found else "-" for dtype in device.flops), style=style)
+
+    for m, n, k in dict.fromkeys((one.m, one.n, one.k) for one in measured.products):
+        rates = {one.dtype: one.flops for one in measured.products if (one.m, one.n, one.k) == (m, n, k)}
+        row(f"{m} x {n} x {k}", rates, _rate)
+    row("large, fitted", device.flops, _rate, style="bold")
+    row("fused attention", measured.attention, _rate)
+    row("norms and activations", measured.moving, lambda rate: f"{size(rate)}/s")
     yield products
     sizes_sent = PlainTable(
         "Links: time of a call, and bytes a rank sends",
@@ -41,8 +44,6 @@ def tables(measured: Measured, cluster: Cluster) -> Iterator[PlainTable]:
     rest = PlainTable("Memory and host", ["what"], ["measured"], drop=[])
     for what, value in (
         ("memory, one rank", f"{size(measured.stream)}/s"),
-        ("norms and activations, one rank", f"{size(measured.moving)}/s"),
-        ("fused attention, one rank", _rate(measured.attention)),
         ("smallest operation", f"{measured.launch * 1e6:.1f} us"),
         ("latency between ranks", f"{cluster.inside.latency * 1e6:.0f} us"),
         ("waits for the slowest rank", f"{measured.skew:.0%} of computing"),

@@ -26,7 +26,7 @@ from zero3d.planner.hardware import Cluster, find
 if TYPE_CHECKING:
     from zero3d.cli.plan_model import Asked
     from zero3d.planner.judge import Aim, Plan
-    from zero3d.planner.least import Smallest
+    from zero3d.planner.least import Least, Smallest
     from zero3d.planner.neighbours import Neighbour
     from zero3d.planner.search import Found
 
@@ -44,8 +44,7 @@ SLOW = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """All that was found. Where nothing fits: least: what takes the least; in_host: what takes the least of a device,
-    of what the host has room for; ways: (what would do, what fits then)"""
+    """All that was found. least: where nothing fits"""
 
     asked: "Asked"
     aim: "Aim"
@@ -53,9 +52,7 @@ class Outcome:
     found: "Found"
     configs: "list[Config]"
     around: "list[Neighbour]"
-    least: "Smallest | None" = None
-    in_host: "Smallest | None" = None
-    ways: "tuple[tuple[str, Smallest], ...]" = ()
+    least: "Least | None" = None
     assumed: tuple[str, ...] = ()
 
 
@@ -167,7 +164,7 @@ def planned(
     from zero3d.calibrate.profile import UNSTEADY
     from zero3d.cli.plan_model import asked as model_of
     from zero3d.planner.judge import HOST_RESERVE, RESERVE, Aim, sent
-    from zero3d.planner.least import smallest, smallest_in_host, ways_out
+    from zero3d.planner.least import least
     from zero3d.planner.neighbours import improved
     from zero3d.planner.search import search
 
@@ -199,9 +196,7 @@ def planned(
     aim = aim_of(tokens)
     found = search(aim, top=top, progress=progress)
     around: list[Neighbour] = []
-    least: Smallest | None = None
-    in_host: Smallest | None = None
-    ways: tuple[tuple[str, Smallest], ...] = ()
+    nothing: Least | None = None
     if found.plans:
         progress("looking at the neighbours of the best")
         best, around = improved(aim, found.plans[0])
@@ -209,8 +204,7 @@ def planned(
         found = replace(found, plans=[best, *others][:top])
     else:
         progress("looking for the least that would fit")
-        least, in_host = smallest(aim), smallest_in_host(aim)
-        ways = tuple(ways_out(aim, aim_of, tokens))
+        nothing = least(aim, aim_of, tokens)
     configs = [config_of(asked, plan, dtype, tokens, batch) for plan in found.plans]
     plans = [replace(plan, sent=sent(aim, plan.choice)) for plan in found.plans]
     whose = "" if global_batch or asked.global_batch else f" ({SAMPLES} a device, as --global-batch is left out)"
@@ -220,7 +214,8 @@ def planned(
         f"Weights and products in {dtype}, sums of gradients, master weights and AdamW's moments in fp32; samples of "
         f"{tokens:,} tokens, {batch:,} of them a step{whose}.",
         f"Rates: {cluster.device.rates.matrix:.0%} of the peak for large products, "
-        f"{cluster.device.rates.moving:.0%} of the memory's bandwidth, {cluster.device.rates.link:.0%} of links'.",
+        f"{cluster.device.rates.of(dtype).moving:.0%} of the memory's bandwidth, "
+        f"{cluster.device.rates.link:.0%} of links'.",
     )
     if cluster.spread > UNSTEADY:
         assumed += (
@@ -233,9 +228,7 @@ def planned(
         found=replace(found, plans=plans),
         configs=configs,
         around=around,
-        least=least,
-        in_host=in_host,
-        ways=ways,
+        least=nothing,
         assumed=assumed,
     )
 
@@ -323,22 +316,22 @@ def nothing_fits(outcome: Outcome) -> UsageError:
     """With the least that would."""
     from zero3d.planner.judge import HOST_RESERVE, RESERVE
 
-    aim, least, in_host = outcome.aim, outcome.least, outcome.in_host
+    aim, found = outcome.aim, outcome.least
     where = f"{aim.devices} x {aim.cluster.device.name}"
-    if least is None:
+    if found is None or found.smallest is None:
         return UsageError(
             f"no layout of {outcome.asked.name} is possible on {where}", hint="The rejected ones say why."
         )
 
-    def devices_of(found: "Smallest") -> str:
-        return f"devices of {upward(found.footprint.total / (1 - RESERVE))}"
+    def devices_of(one: "Smallest") -> str:
+        return f"devices of {upward(one.footprint.total / (1 - RESERVE))}"
 
-    ranks = min(aim.cluster.per_node, aim.devices)
+    least, ranks = found.smallest, min(aim.cluster.per_node, aim.devices)
     machine = least.host_bytes * ranks / (1 - HOST_RESERVE)
     machines = f"machines of {upward(machine)} of memory (--host-memory {math.ceil(machine / 1e9)})"
-    ways = [f"{what} ({size(found.footprint.total)} a device)" for what, found in outcome.ways]
-    if in_host is not None:
-        ways.append(devices_of(in_host))
+    ways = [f"{what} ({size(way.footprint.total)} a device)" for what, way in found.ways]
+    if found.in_host is not None:
+        ways.append(devices_of(found.in_host))
     if not least.fits_host:
         ways.append(machines if least.fits_device else f"{devices_of(least)} and {machines}")
     host = (

@@ -156,6 +156,7 @@ def _number(one: Rejected) -> str:
 
 def as_event(outcome: Outcome, out: Path | None) -> dict[str, Any]:
     """What programs read: design's keys first, then more."""
+    least = outcome.least
     return {
         "plans": [_as_plan(plan) for plan in outcome.found.plans],
         "rejected": [
@@ -179,8 +180,8 @@ def as_event(outcome: Outcome, out: Path | None) -> dict[str, Any]:
         "device_bytes": outcome.aim.memory,
         "sequence": outcome.sequence,
         "global_batch": outcome.aim.global_batch,
-        "least": None if outcome.least is None else _as_least(outcome.least),
-        "ways": [{"what": what, **_as_least(found)} for what, found in outcome.ways],
+        "least": None if least is None or least.smallest is None else _as_least(least.smallest),
+        "ways": [] if least is None else [{"what": what, **_as_least(found)} for what, found in least.ways],
         "assumed": [*outcome.assumed, *outcome.asked.notes, _own_error(outcome)],
         "config": None if out is None or not outcome.configs else str(out),
     }

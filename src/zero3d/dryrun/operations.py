@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero3d.contracts import Pending, Watched
 from zero3d.dryrun.fakes import DEVICE
+from zero3d.planner.workload import FUSED_BACKWARD, FUSED_FORWARD
 from zero3d.trees import tensors_in
 from zero3d.unwatched import Unwatched
 
@@ -27,8 +28,6 @@ FREE = frozenset(
 """Operations that touch no elements, beside views."""
 OPERANDS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "_grouped_mm": (0, 1)}
 """Products -> which arguments are the matrices. In a grouped one each row is multiplied with one of the matrices."""
-FUSED_FORWARD, FUSED_BACKWARD = 4, 10
-"""FLOPs of fused attention, by B H T S D: two products, and five in backward, where the first is made once more."""
 
 
 @dataclass

@@ -27,6 +27,14 @@ class Fact(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class DtypeRates(Fact):
+    """What is reached in one dtype, as `Rates` has it."""
+
+    half: NotNegative
+    attention: Part
+    moving: Part
+
+
 class Rates(Fact):
     """What is reached of a device's peaks."""
 
@@ -34,12 +42,13 @@ class Rates(Fact):
     """Of the peak FLOP/s, by a product of large matrices."""
     half: NotNegative
     """A product of dims m, n, k reaches `matrix` / ((1 + half/m) (1 + half/n) (1 + half/k))."""
-    halves: Mapping[str, NotNegative] = {}
-    """`half` by the dtype of a product's inputs, where it is known to be another."""
     attention: Part
     """Of the peak FLOP/s, by fused attention such as FlashAttention-2."""
     moving: Part
     """Of the memory bandwidth, by operations that are not products."""
+    by_dtype: Mapping[str, DtypeRates] = {}
+    """`half`, `attention` and `moving` in a dtype where they are known to be others: what computes products of 16 bits
+    fast may be of no use to anything else."""
     streaming: Part | None = None
     """Of the memory bandwidth, by passes over buffers that are there already, as an update makes; None: as `moving`."""
     link: Part
@@ -52,6 +61,10 @@ class Rates(Fact):
     """Of the time that computing and traffic overlap, what is won by that: both want memory and multiprocessors."""
     skew: NotNegative = 0.0
     """Of what ranks compute between calls that all of them wait in: what they wait there for the slowest."""
+
+    def of(self, dtype: str) -> DtypeRates:
+        common = DtypeRates(half=self.half, attention=self.attention, moving=self.moving)
+        return self.by_dtype.get(dtype, common)
 
 
 class Device(Fact):
@@ -68,9 +81,11 @@ class Device(Fact):
     """Seconds that a kernel takes at the least."""
     rates: Rates
 
-    def moved(self, num_bytes: float) -> float:
-        """Seconds in which operations that are no products read and write `num_bytes`."""
-        return num_bytes / (self.bandwidth * self.rates.moving)
+    def moved(self, num_bytes: float, dtype: str | None = None) -> float:
+        """Seconds in which operations on `dtype`, or whatever fast ones, that are no products read and write
+        `num_bytes`."""
+        moving = self.rates.of(dtype).moving if dtype else self.rates.moving
+        return num_bytes / (self.bandwidth * moving)
 
     def streamed(self, num_bytes: float) -> float:
         """Seconds in which `num_bytes` of buffers that stay are read and written."""

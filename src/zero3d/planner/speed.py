@@ -3,6 +3,7 @@
 product of weights     FLOPs / (peak * `matrix` / ((1 + half/m) (1 + half/n) (1 + half/k))), or what its bytes take
 fused attention        FLOPs that are really done / (peak * `attention`)
 all else               bytes read and written / (bandwidth * `moving`), and a launch for each operation
+                       (`half`, `attention` and `moving` of the dtype, where they are known to be others)
 calls over tp          what the network takes and computing does not hide, and `skew` of the computing between them
 """
 
@@ -132,7 +133,7 @@ class Speed:
         attention = self._attention(one, samples)
         device, kept = self.cluster.device, COMPILED if self.software.compiled else 1.0
         products = self._products(one.products, samples)
-        moving = self._moving(one.moved.of(samples) * kept) + one.launches * kept * device.launch
+        moving = self._others(one.moved.of(samples) * kept) + one.launches * kept * device.launch
         calls = self._calls(one, samples, products)
         if one.calls:
             calls += self._skew(products + attention.attention + moving)
@@ -140,9 +141,10 @@ class Speed:
 
     def _attention(self, one: Pass, samples: float) -> Seconds:
         device = self.cluster.device
-        fused = one.fused_done * samples / (device.peak(self.dtype) * device.rates.attention * self.software.attention)
+        reached = device.rates.of(self.dtype).attention * self.software.attention
+        fused = one.fused_done * samples / (device.peak(self.dtype) * reached)
         unfused = sum(self._product(product, samples, self.dtype) for product in one.attention)
-        return Seconds(attention=fused + unfused + self._moving(one.attention_moved.of(samples)))
+        return Seconds(attention=fused + unfused + self._others(one.attention_moved.of(samples)))
 
     def _products(self, products: Iterable[Product], samples: float) -> float:
         dtype = self.software.products or self.dtype
@@ -151,17 +153,18 @@ class Speed:
     def _product(self, product: Product, samples: float, dtype: str) -> float:
         device = self.cluster.device
         m, n, k, times = product.shape(samples)
-        half = device.rates.halves.get(dtype, device.rates.half)
+        half = device.rates.of(dtype).half
         reached = device.rates.matrix / ((1 + half / m) * (1 + half / n) * (1 + half / k))
         flops = 2 * m * n * k / (device.peak(dtype) * reached)
         elements = m * n + m * k + n * k
-        seconds = max(flops, self._moving(elements * BYTES[self.dtype]))
+        seconds = max(flops, device.moved(elements * BYTES[self.dtype]))
         if BYTES[dtype] < BYTES[self.dtype]:
-            seconds += self._moving((m * k + n * k) * QUANTISED)
+            seconds += device.moved((m * k + n * k) * QUANTISED)
         return seconds * times
 
-    def _moving(self, num_bytes: float) -> float:
-        return self.cluster.device.moved(max(num_bytes, 0.0))
+    def _others(self, num_bytes: float) -> float:
+        """Seconds of operations that are no products."""
+        return self.cluster.device.moved(max(num_bytes, 0.0), self.dtype)
 
     def _skew(self, computing: float) -> float:
         return self.cluster.device.rates.skew * computing

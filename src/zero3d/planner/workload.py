@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
+FUSED_FORWARD, FUSED_BACKWARD = 4, 10
+"""FLOPs of fused attention, by B H T S D: two products, and five in backward, where the first is made once more."""
+
 
 @dataclass(frozen=True)
 class Amount:
