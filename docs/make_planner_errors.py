@@ -332,13 +332,18 @@ each. Not in the table are formulas, and rows that do not say in which layout th
 ## On a machine that was calibrated
 
 `benchmarks/predicted.py` has two ranks of one thread train a GPT in twelve layouts (levels 0 to 3, micro-batches,
-recomputing, tp, pp), and predicts each from a profile of `zero3d calibrate`. On two CPU cores the median error was
-13.7 %, the largest 19 %, and Kendall's tau of the two orders 0.85: nearly all of the error is that the machine, which
-is shared, was some 13 % slower in all layouts by then. Chance tells layouts apart that differ by less than 3 %.
+recomputing, tp, pp), and predicts each from a profile of `zero3d calibrate`. On two CPU cores that are shared with
+others, three profiles were taken and each followed by a run in bf16 (`--dtype bf16`) and one in fp32. Of these 72 steps
+the median error was 11.6 %, the largest 27 %; medians of single runs were 9.7, 17.3 and 13.2 % in bf16, and 5.5, 8.7
+and 16.0 % in fp32.
 
-These layouts compute in fp32. In bf16 a CPU with instructions for its products is predicted too fast, as attention and
-activation functions gain nothing from these: a step of examples/demo.toml takes 94 ms on two cores that are predicted
-to take 34 (in fp32 92, predicted 75).
+Kendall's tau of the predicted order and that of the runs' mean was 0.76 in bf16 and 0.73 in fp32. Of a single run it
+was 0.64 to 0.70, of runs on quieter days up to 0.88; two runs of this machine agree with each other as far as 0.48 in
+bf16 and 0.66 in fp32, as half of the layouts differ by less than what it drifts by.
+
+Short steps are predicted too fast where all cores compute: each call then waits for the system to make room for it. A
+step of examples/demo.toml, of 6 blocks of width 128, takes some 100 ms on these two cores, and is predicted to take 51 in
+bf16 and 78 in fp32; on one rank it takes 62 and 68, predicted 49 and 75.
 
 ## How far its memory is off
 

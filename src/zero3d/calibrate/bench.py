@@ -1,7 +1,7 @@
 """A stopwatch that all ranks use together."""
 
 from collections.abc import Callable
-from statistics import quantiles
+from statistics import median, quantiles
 from time import perf_counter
 
 import torch
@@ -51,14 +51,14 @@ class Bench:
         one = max(self.slowest(self._run(work, 1)), 1e-9)
         inner = _within(STRETCH / one, 1, MOST_INNER)
         self.slowest(0.0)
-        working = waiting = 0.0
+        working, waiting = [], []
         for _ in range(STRETCHES):
-            working += self._run(work, inner)
+            working.append(self._run(work, inner))
             began = perf_counter()
             self.slowest(0.0)
-            waiting += perf_counter() - began
-        working, waiting = self._mean(working), self._mean(waiting) - STRETCHES * call
-        return max(waiting, 0.0) / working
+            waiting.append(perf_counter() - began)
+        typical = median(map(self._mean, waiting)) - call  # One long wait in a minute is no rank's speed.
+        return max(typical, 0.0) / median(map(self._mean, working))
 
     def _mean(self, value: float) -> float:
         """Over ranks, the same on each."""
