@@ -341,9 +341,9 @@ Kendall's tau of the predicted order and that of the runs' mean was 0.76 in bf16
 was 0.64 to 0.70, of runs on quieter days up to 0.88; two runs of this machine agree with each other as far as 0.48 in
 bf16 and 0.66 in fp32, as half of the layouts differ by less than what it drifts by.
 
-Short steps are predicted too fast where all cores compute: each call then waits for the system to make room for it. A
-step of examples/demo.toml, of 6 blocks of width 128, takes some 100 ms on these two cores, and is predicted to take 51 in
-bf16 and 78 in fp32; on one rank it takes 62 and 68, predicted 49 and 75.
+Short steps are predicted too fast where all cores compute: each call then waits for the system to make room for it.
+A step of examples/demo.toml, of 6 blocks of width 128, takes some 100 ms on these two cores, and is predicted to take
+51 in bf16 and 78 in fp32; on one rank it takes 62 and 68, predicted 49 and 75.
 
 ## How far its memory is off
 

@@ -32,8 +32,9 @@ def test_every_rank_finds_the_same(ranks: int, per_node: int) -> None:
     sizes = {(8, 8, 8), (16, 16, 16), (2, 16, 16)}
     assert {(one.m, one.n, one.k) for one in measured.products} == sizes, "32 rows are more than the largest dim"
     assert {one.dtype for one in measured.products} == {"fp32", "bf16", "fp16"}
-    numbers = (measured.attention, measured.stream, measured.moving, measured.launch, measured.update, measured.copy)
-    assert all(number > 0 for number in numbers)
+    assert measured.attention.keys() == measured.moving.keys() == {"fp32", "bf16", "fp16"}
+    numbers = (measured.stream, measured.launch, measured.update, measured.copy)
+    assert all(number > 0 for number in (*numbers, *measured.attention.values(), *measured.moving.values()))
     assert measured.skew >= 0 if ranks > 1 else measured.skew == 0
     assert all(one.seconds > 0 for one in measured.messages)
     parts = [part for _, part in told]
