@@ -1,7 +1,7 @@
 """A stopwatch that all ranks use together."""
 
 from collections.abc import Callable
-from statistics import median, quantiles
+from statistics import quantiles
 from time import perf_counter
 
 import torch
@@ -10,7 +10,7 @@ from zero3d.contracts import Axis
 
 LEAST_SAMPLE = 2e-3
 """Seconds: what takes less is timed several times at once, as the clock and other programs would show."""
-STRETCH, STRETCHES = 20e-3, 60
+STRETCH, STRETCHES = 20e-3, 150
 """Seconds that ranks of a model compute between two calls that they wait in, and how often that is done."""
 MOST_INNER, LEAST_SAMPLES, MOST_SAMPLES = 1000, 5, 100
 
@@ -51,14 +51,14 @@ class Bench:
         one = max(self.slowest(self._run(work, 1)), 1e-9)
         inner = _within(STRETCH / one, 1, MOST_INNER)
         self.slowest(0.0)
-        working, waiting = [], []
+        working = waiting = 0.0
         for _ in range(STRETCHES):
-            working.append(self._run(work, inner))
+            working += self._run(work, inner)
             began = perf_counter()
             self.slowest(0.0)
-            waiting.append(perf_counter() - began)
-        typical = median(map(self._mean, waiting)) - call  # One long wait in a minute is no rank's speed.
-        return max(typical, 0.0) / median(map(self._mean, working))
+            waiting += perf_counter() - began
+        working, waiting = self._mean(working), self._mean(waiting) - STRETCHES * call
+        return max(waiting, 0.0) / working
 
     def _mean(self, value: float) -> float:
         """Over ranks, the same on each."""
