@@ -34,7 +34,7 @@ import torch.distributed as dist
 from step import Batch, Step, adamw, build, quartiles, torchrun
 from torch import Tensor, nn
 from torch.distributed import pipelining
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import zero3d
 from zero3d.models.losses import next_token_loss
@@ -44,6 +44,8 @@ SIZE = {"width": 768, "layers": 12, "heads": 12, "vocabulary": 2048, "length": 1
 SMALL = {"width": 256, "layers": 8, "heads": 8, "vocabulary": 8192, "length": 128}
 MICRO_BATCHES = 8
 WARM_UP = 2
+WEIGHED = "weighed"
+"""The step that is."""
 TOLERANCE = 1e-4
 """Of losses, relative: what fp32 sums in another order come to in so many steps is far less."""
 SCHEDULES = {
@@ -169,14 +171,12 @@ def weighed(make: Callable[[], Step], options: argparse.Namespace) -> tuple[Step
     """What `make` gives, after two steps, and the megabytes that its steps take on each rank."""
     before = held_bytes()
     step = make()
-    step(batch_of(0, options))
-    held = held_bytes() - before
     saved = Saved()
-    with (
-        torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor),
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
-    ):
-        step(batch_of(1, options))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step(batch_of(0, options))  # What it allocates is known to the profiler when the next step frees it.
+        held = held_bytes() - before
+        with record_function(WEIGHED), torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+            step(batch_of(1, options))
     mine = torch.tensor([held + most_allocated(profiled), saved.most], dtype=torch.float64)
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, mine)
@@ -224,13 +224,15 @@ def held_bytes() -> int:
 
 
 def most_allocated(profiled: profile) -> int:
-    """Bytes beyond those at the beginning."""
+    """Bytes beyond those at the beginning of `WEIGHED`."""
     events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
+    began = next(one.start_ns() for one in events if one.name() == WEIGHED)
     changes = sorted((one.start_ns(), one.nbytes()) for one in events if one.name() == "[memory]")
     now = most = 0
-    for _, change in changes:
-        now += change
-        most = max(most, now)
+    for at, change in changes:
+        if at >= began:
+            now += change
+            most = max(most, now)
     return most
 
 

@@ -185,7 +185,7 @@ def real(point: Point) -> Found:
     with tracker:
         train_step(parts, batches, 2, 1.0, tracker)
         parts.replica.settle()
-        lasting = tracker.lasting(census.tensors(parts))
+        lasting = tracker.lasting(census.tensors(parts), parts.replica.lent())
     sent = {axis.name: axis.sent_bytes - was for axis, was in zip(parts.axes, before) if axis.size > 1}
     return Found(peak=peak(tracker.lives, lasting), lasting=lasting, sent=sent, flops=tracker.flops.total())
 

@@ -113,6 +113,10 @@ class Replica(Protocol):
         gradients are left out: it only makes this rank's calls match those of the others."""
         ...
 
+    def rest(self) -> None:
+        """At the start of a step: gradients of the one before have no memory until those of this one come."""
+        ...
+
     def place(self, parameter: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool] | None:
         """A `Place`, in a turn."""
         ...

@@ -3,7 +3,7 @@
 A `Pool` keeps the buffers that gathers and reductions use in turn, so that after the first steps none is
 allocated. A `Window` is the whole flat buffer of a bucket as the parameters see it (they are views of it) while
 its memory is lent to it only between `show` and `hide`: autograd may hold views of a window over the time in
-which it has no memory.
+which it has no memory. `Resting` is a flat buffer that has none at all while nobody needs it.
 """
 
 from collections.abc import Hashable, Iterator
@@ -77,6 +77,28 @@ class Window:
         if self._lent is not None:
             self._pool.give(self._lent)
         self._lent = None
+
+
+class Resting:
+    """A flat `tensor` that has no memory between `rest` and `wake`, which finds it zero; its views stay views of it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.lent: Tensor | None = None
+        """Whose memory the tensor has since it was last woken; it is empty itself meanwhile."""
+        self._awake = True
+
+    def wake(self) -> None:
+        if not self._awake:
+            self.lent = torch.zeros_like(self.tensor)
+            _exchange(self.tensor, self.lent)
+            self._awake = True
+
+    def rest(self) -> None:
+        if self._awake:
+            _exchange(self.tensor, self.tensor.new_empty(0) if self.lent is None else self.lent)
+            self.lent = None
+            self._awake = False
 
 
 def _exchange(one: Tensor, other: Tensor) -> None:

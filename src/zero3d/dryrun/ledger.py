@@ -25,6 +25,8 @@ class Life:
     death: int | None = None
     kind: str = ""
     """Of what lives over steps."""
+    passes_as: str = ""
+    """The kind of what comes and goes, though it may be there between steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +60,16 @@ def peak(lives: Iterable[Life], lasting: Mapping[str, int], depth: int = 3) -> P
         if held > most:
             most, moment, when = held, at, life.action
     there = [life for life in passing if life.birth <= moment and (life.death is None or life.death > moment)]
-    by_kind = {kind: lasting.get(kind, 0) for kind in KINDS}
+    always = {kind: lasting.get(kind, 0) for kind in KINDS}
+    for life in passing:
+        if life.passes_as:
+            always[life.passes_as] -= life.nbytes
+    by_kind = dict(always)
     modules: Counter[str] = Counter()
     for life in there:
-        by_kind["activations" if life.action else "buffers"] += life.nbytes
-        modules[_cut(life.where, depth)] += life.nbytes
-    base = sum(lasting.get(kind, 0) for kind in KINDS)
+        by_kind[life.passes_as or ("activations" if life.action else "buffers")] += life.nbytes
+        modules[_cut(life.where, depth)] += 0 if life.passes_as else life.nbytes
+    base = sum(always.values())
     return Peak(
         total=base + most,
         by_kind=by_kind,

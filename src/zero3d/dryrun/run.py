@@ -208,7 +208,7 @@ class _Line:
         with tracker:
             train_step(parts, batches, 1, 1.0, tracker)
             parts.replica.settle()
-            lasting = tracker.lasting(census.tensors(parts))
+            lasting = tracker.lasting(census.tensors(parts), parts.replica.lent())
         more = self._wanted - self._rehearsed
         middle = min(1, self._rehearsed - 1)
         flops = tracker.flops.total() + more * sum(

@@ -72,8 +72,11 @@ class Tracker(TorchDispatchMode):
         self._count(func, args, kwargs, result)
         return result
 
-    def lasting(self, held: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-        """kind -> bytes of `held`, (kind, tensor) of what lives over steps, which counts no longer as made in one."""
+    def lasting(self, held: Iterable[tuple[str, Tensor]], lent: Iterable[tuple[str, Tensor]] = ()) -> dict[str, int]:
+        """kind -> bytes of `held`, (kind, tensor) of what lives over steps, which counts no longer as made in it. lent:
+        what was made in the step and has given its memory to one of them, which had none."""
+        for kind, tensor in lent:
+            self._known[tensor.untyped_storage()._cdata][1].passes_as = kind
         found: Counter[str] = Counter()
         seen: set[int] = set()
         for kind, tensor in held:

@@ -53,6 +53,12 @@ def taken_before(actions: Sequence[Action], stage: int) -> dict[int, list[int]]:
     return found
 
 
+def forwards_pile_up(actions: Sequence[Action]) -> bool:
+    """Whether several forwards come before all else: gradients are not there when most is kept for backwards."""
+    forwards = [number for number, action in enumerate(actions) if action.kind is Kind.FORWARD]
+    return len(forwards) > 1 and forwards[-1] == len(forwards) - 1
+
+
 def whole_backwards(actions: Sequence[Action]) -> list[Action]:
     """The same with one B for an I of the first stage that its W follows at once: no stage waits for what the I gives,
     and nothing is gained by keeping what the W needs.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from zero3d.contracts import Batch, Replica, Stage, Watcher
-from zero3d.pipeline.action import Action, Kind
+from zero3d.pipeline.action import Action, Kind, forwards_pile_up
 from zero3d.pipeline.uneven import Padding
 
 
@@ -16,6 +16,8 @@ def run(
 ) -> None:
     """Each backward, or half of one, is a turn of its stage; ZeRO is told which turns are this rank's first and last of
     the step, and which are padding and count for nothing. Receives of an action are posted before the one before it."""
+    if forwards_pile_up(actions):
+        replica.rest()
     turns = [number for number, action in enumerate(actions) if action.kind is not Kind.FORWARD]
     for number, action in enumerate(actions):
         for one in actions[number : number + 2]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zero3d.comm.bucket import Bucket
 from zero3d.comm.done import DONE
-from zero3d.comm.flat import Pool
+from zero3d.comm.flat import Pool, Resting
 from zero3d.contracts import Axis, Pending
 from zero3d.errors import DivergedError
 from zero3d.exact import group_norms
@@ -65,6 +65,7 @@ class Lane:
         self.started = False
         self.norms: Tensor | None = None
         self.kept = kept
+        self._resting = None if kept is None else Resting(kept)
         self.wire = wire
         self._parameters = parameters
         self._at_once = at_once
@@ -107,6 +108,20 @@ class Lane:
         self._missing = len(self._came)
         if first:
             self.arrivals = [0] * len(self.arrivals)
+
+    def rest(self) -> None:
+        """What is kept has no memory until the next gradient comes, or somebody asks for it."""
+        if self._resting is not None:
+            self._resting.rest()
+
+    def wake(self) -> None:
+        if self._resting is not None:
+            self._resting.wake()
+
+    @property
+    def lent(self) -> Tensor | None:
+        """Whose memory `kept` has, where it has rested."""
+        return None if self._resting is None else self._resting.lent
 
     @property
     def leaves(self) -> bool:
@@ -259,6 +274,7 @@ class Lane:
 
     def _collecting(self) -> list[Tensor]:
         """Where the parameters' gradients are collected."""
+        self.wake()
         if self._parts is None:
             in_place = self._lands_whole and self._first
             if self._leaving is not None:

@@ -49,6 +49,12 @@ class ZeroReplica:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._arrival(lane, index)))
                 self._lanes[id(parameter)] = (lane, index)
 
+    def rest(self) -> None:
+        """Between two steps: gradients of the one before have no memory until those of the next come."""
+        for _, shard, lane in self._trained:
+            shard.coming.wait()
+            lane.rest()
+
     @contextmanager
     def turn(self, stage: int, first: bool, last: bool, *, counts: bool = True) -> Iterator[None]:
         """Round one backward. Gradients of parameters that it does not reach count as zero."""
@@ -201,6 +207,8 @@ class ZeroReplica:
     def gradient_of(self, info: ParamInfo, span: slice) -> Tensor:
         """The same of a trained parameter's gradient: its sum over ranks and micro-batches, fp32."""
         self.settle()
+        for _, _, lane in self._trained:  # They rest where a step has ended before its first gradient.
+            lane.wake()
         for holding, shard, at in self._found(info, span):
             assert shard is not None
             shard.coming.wait()
@@ -230,6 +238,12 @@ class ZeroReplica:
                     yield "gradients", tensor
         for buffer in (*self._pool, *self._axis.held()):
             yield "buffers", buffer
+
+    def lent(self) -> Iterator[tuple[str, Tensor]]:
+        """(kind, tensor) of what was made in the step and whose memory is another's that is held."""
+        for _, _, lane in self._trained:
+            if lane.lent is not None:
+                yield "gradients", lane.lent
 
     def _found(self, info: ParamInfo, span: slice) -> Iterator[tuple[Holding, Shard | None, slice]]:
         """Where elements `span` of a parameter are: one place, or none where it has no elements."""
