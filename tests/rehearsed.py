@@ -274,6 +274,16 @@ POINTS = [
         for mode in ("none", "block")
     ),
     *(
+        Point(model="gpt", settings=("parallel.pp=2", "parallel.schedule=gpipe", *more), ranks=ranks, micro_batches=4)
+        for ranks, more in (
+            (2, (LEVELS[0], "precision.compute=bf16")),
+            (2, (LEVELS[1], "recompute.mode=block")),
+            (4, (LEVELS[2], "offload.optimizer=host")),
+            (4, (LEVELS[3],)),
+            (4, (LEVELS[2], BY_MICRO_BATCH)),
+        )
+    ),
+    *(
         Point(model="gpt", settings=(level,), ranks=1, micro_batches=number)
         for level in (LEVELS[0],)
         for number in (1, 3)

@@ -32,7 +32,7 @@ from zero3d.dryrun.world import paper_mesh
 from zero3d.errors import ConfigError, UsageError
 from zero3d.layout import Layout, Place
 from zero3d.optim.unheard import refuse_unheard
-from zero3d.pipeline.action import Action, Kind
+from zero3d.pipeline.action import Action, Kind, forwards_pile_up
 from zero3d.pipeline.calling import Call
 from zero3d.pipeline.schedules.own import find
 from zero3d.pipeline.simulate import Costs, peak_live, simulate
@@ -232,16 +232,18 @@ def _without_values(tensor: Tensor) -> Tensor:
 
 
 def _enough(config: Config, wanted: int) -> int:
-    """The fewest micro-batches with which every rank holds as many activations as with all of them."""
+    """The fewest micro-batches with which every rank holds as many activations as with all of them, and no sums of
+    gradients rest that would not."""
     parallel = config.parallel
     schedule = find(parallel.schedule)
     stages = parallel.pp * parallel.stages_per_rank
 
-    def live(number: int) -> list[int] | None:
+    def live(number: int) -> tuple[list[int], list[bool]] | None:
         try:
-            return peak_live(schedule.actions(stages, parallel.pp, number))
+            ranks = schedule.actions(stages, parallel.pp, number)
         except ConfigError:  # e.g. interleaved stages want a multiple of pp
             return None
+        return peak_live(ranks), [forwards_pile_up(actions) for actions in ranks]
 
     most = live(wanted)
     fewest = min(FEWEST, wanted)

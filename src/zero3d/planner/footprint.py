@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from zero3d.offload.budget import HostNeed
 from zero3d.pipeline.action import Action, Kind
 from zero3d.planner.keeping import DTYPES, Keeping, Place
-from zero3d.planner.standing import Standing, courses_of, standing_of
+from zero3d.planner.standing import Standing, Waiting, courses_of, standing_of
 from zero3d.planner.workload import Amount, Workload
 
 UPDATE_SCRATCH = (4 << 16) + 1088
@@ -54,14 +54,14 @@ def footprint(workload: Workload, keeping: Keeping, index: int = 0, *, micro_bat
     any_size = replace(keeping, micro_batch=min(keeping.micro_batch, 2), micro_batches=number)
     standing = standing_of(workload, any_size, index)
     kept = standing.kept
-    peak, at, live = _Way(workload, keeping, standing).walk()
+    peak, at, live, woken = _Way(workload, keeping, standing).walk()
     kept_buffers = standing.pools + kept.counters + sum(place.part.buffers for place in standing.places)
     kept_buffers += int(workload.tp_buffers().of(keeping.micro_batch)) if workload.tp > 1 else 0
     kept_buffers += UPDATE_SCRATCH * keeping.threads if keeping.offloads else 0
     kept_buffers += SCRATCH * ((keeping.group > 1) + (keeping.pp > 1))
     by_kind = {
         "weights": kept.weights,
-        "gradients": kept.gradients,
+        "gradients": kept.gradients - standing.resting + woken,
         "optimizer": kept.optimizer,
         "activations": int(peak) if at != UPDATE else 0,
         "buffers": kept_buffers + (int(peak) if at == UPDATE else 0),
@@ -82,17 +82,18 @@ class _Way:
         self._workload, self._keeping, self._standing = workload, keeping, standing
         self._at_stage = standing.at_stage
         self._forwards: dict[int, tuple[float, float]] = {}
-        self._backwards: dict[tuple[Kind, int, int], float] = {}
+        self._backwards: dict[tuple[Kind, int, int], tuple[float, int]] = {}
         self._last = keeping.stages - 1
         self._samples = keeping.micro_batch
         self._crossing = int(workload.blocks[0].leaving.of(self._samples)) if keeping.stages > 1 else 0
 
-    def walk(self) -> tuple[float, str, int]:
-        """(bytes of activations at the peak, when, live micro-batches)."""
+    def walk(self) -> tuple[float, str, int, int]:
+        """(bytes of activations at the peak, when, live micro-batches, and of sums that rested and have memory)."""
         actions = self._standing.actions
         live: dict[tuple[int, int], float] = {}
         sent: dict[tuple[int, int], float] = {}
-        peak, at, most = 0.0, "", 0
+        peak, at, most, awake = 0.0, "", 0, 0
+        everything = self._standing.resting
         for number, action in enumerate(actions):
             key = (action.stage, action.micro_batch)
             if action.kind is Kind.FORWARD:
@@ -102,13 +103,13 @@ class _Way:
             if action.kind is Kind.FORWARD:
                 start = self._crossing if action.stage and action.stage - 1 not in self._at_stage else 0.0
                 top, net = self._forward(action.stage)
-                highest = others + start + top
+                highest, woken = others + start + top, 0
                 live[key] = start + net + self._kept(action.stage)
             elif action.kind is Kind.WEIGHT:
-                highest = others + live.pop(key)
+                highest, woken = others + live.pop(key), everything
             else:
                 received = self._crossing if action.stage < self._last else 0.0
-                backward = self._backward(action, received, self._standing.waiting[number])
+                backward, woken = self._backward(action, received, self._standing.waiting[number])
                 highest = others + live[key] + received + backward
                 if action.kind is Kind.BACKWARD:
                     live.pop(key)
@@ -117,10 +118,12 @@ class _Way:
                 if action.stage:
                     sent[key] = self._crossing
             most = max(most, len(live))
-            if highest > peak:
-                peak, at = highest, action.full
+            if highest + woken > peak + awake:
+                peak, at, awake = highest, action.full, woken
         update = self._agreeing()
-        return (update, UPDATE, most) if update > peak else (peak, at, most)
+        if update + everything > peak + awake:
+            return update, UPDATE, most, everything
+        return peak, at, most, awake
 
     def _agreeing(self) -> float:
         """When all gradients are there: their norms."""
@@ -167,24 +170,26 @@ class _Way:
         self._forwards[stage] = top, level
         return top, level
 
-    def _backward(self, action: Action, received: float, waiting: Mapping[int, Sequence[int]]) -> float:
-        """The highest above the start."""
+    def _backward(self, action: Action, received: float, waiting: Waiting) -> tuple[float, int]:
+        """(the highest above the start, bytes of sums that have memory then)."""
         key = (action.kind, action.stage, id(waiting))
         if key not in self._backwards:
             self._backwards[key] = self._through_backward(action, received, waiting)
         return self._backwards[key]
 
-    def _through_backward(self, action: Action, received: float, waiting: Mapping[int, Sequence[int]]) -> float:
-        level = top = 0.0
+    def _through_backward(self, action: Action, received: float, waiting: Waiting) -> tuple[float, int]:
+        level, top, awake = 0.0, 0.0, 0
         for at, place in enumerate(reversed(self._at_stage[action.stage])):
             course = courses_of(place.part, self._keeping)[1]
-            for rise, wait in zip(course.rises, waiting[place.number]):
-                top = max(top, level + wait + _highest(rise.tops, self._samples))
+            for rise, (wait, woken) in zip(course.rises, waiting[place.number]):
+                highest = level + wait + _highest(rise.tops, self._samples)
+                if highest + woken > top + awake:
+                    top, awake = highest, woken
             level += course.net.of(self._samples) + (received if at == 0 else 0.0)
             level += self._left(place) if action.kind is Kind.INPUT else 0.0
             if received and place.block:  # A stage keeps what its blocks have given until its backward is over.
                 level += GIVEN * self._crossing
-        return top
+        return top, awake
 
     def _for_weights(self, stage: int) -> float:
         """What the other half of a backward leaves: of products in blocks, their inputs and the gradients of what they

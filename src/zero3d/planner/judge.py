@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from zero3d.errors import ConfigError, Zero3dError
+from zero3d.pipeline.action import forwards_pile_up
 from zero3d.pipeline.schedules.own import find
 from zero3d.pipeline.simulate import peak_live
 from zero3d.planner.choice import Choice
@@ -147,6 +148,11 @@ def _actions_live(schedule: str, stages: int, ranks: int, micro_batches: int) ->
     return peak_live(find(schedule if stages > 1 else "accumulate").actions(stages, ranks, micro_batches))
 
 
+@lru_cache(maxsize=1024)
+def _piles_up(schedule: str, stages: int, ranks: int, micro_batches: int) -> bool:
+    return stages > 1 and forwards_pile_up(find(schedule).actions(stages, ranks, micro_batches)[0])
+
+
 def at_least(aim: Aim, choice: Choice, *, courses: bool = False) -> float:
     """Bytes that it takes on a device in any case, from few numbers. courses: from what blocks hold while they run,
     which takes seconds to be counted for the first choice that asks; else from what their operations save."""
@@ -163,6 +169,8 @@ def at_least(aim: Aim, choice: Choice, *, courses: bool = False) -> float:
     else:
         held = (block.saved if choice.recompute == "none" else block.leaving).of(choice.micro_batch)
         activations = held * len(stages[0]) * max(live[0], 1)
+    if live[0] > 1 and _piles_up(choice.schedule, len(stages), choice.pp, few(choice)):
+        activations *= 1 - 1 / live[0]  # When the sums of gradients are all there, those of one are gone.
     if choice.recompute == "block":  # One is computed again.
         activations += block.saved.of(choice.micro_batch)
     parameters = block.numel * sum(map(len, mine))

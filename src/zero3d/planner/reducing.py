@@ -63,9 +63,12 @@ class PaperLane:
 
 
 class PaperReducer:
-    """Of a rank's trained `buckets`, in the model's order."""
+    """Of a rank's trained `buckets`, in the model's order; rests: sums that are kept have no memory before a step's
+    first gradients."""
 
-    def __init__(self, buckets: Sequence[Bucket], keeping: Keeping, away: frozenset[Bucket]) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], keeping: Keeping, away: frozenset[Bucket], *, rests: bool = False
+    ) -> None:
         self.pool, self.axis_pool = PaperPool(), PaperPool()
         self._keeping = keeping
         make_ups: dict[tuple[tuple[int, int], ...], int] = {}
@@ -80,6 +83,10 @@ class PaperReducer:
         self._reducing = False
         self.waiting = 0
         """Bytes of gradients that have not been collected."""
+        self._asleep = {lane: lane.bucket.numel * lane.held for lane in self._lanes if rests and lane.keeps}
+        self.resting = sum(self._asleep.values())
+        self.woken = 0
+        """Bytes of sums that have memory by now, of those that rested at the start of the step."""
 
     def begin(self, *, first: bool, last: bool) -> None:
         while self._flying:
@@ -104,7 +111,7 @@ class PaperReducer:
     def end(self) -> None:
         for lane in self._lanes[self._next :]:
             self._collect(lane)
-            if lane.missing and not lane.keeps:
+            if lane.missing:
                 self._buffer(lane)
             if self._reducing:
                 self._start()
@@ -123,6 +130,7 @@ class PaperReducer:
 
     def _buffer(self, lane: PaperLane) -> None:
         """Where gradients are collected."""
+        self.woken += self._asleep.pop(lane, 0)
         if lane.keeps or lane.collecting:
             return
         lane.collecting = True

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from zero3d.comm.bucket import Bucket
-from zero3d.pipeline.action import Action, Kind, taken_before, whole_backwards
+from zero3d.pipeline.action import Action, Kind, forwards_pile_up, taken_before, whole_backwards
 from zero3d.pipeline.schedules.own import find
 from zero3d.planner.gathering import PaperWindows
 from zero3d.planner.keeping import Keeping, Place, places
@@ -17,13 +17,15 @@ from zero3d.planner.states import Held, Lasting, held_by, lasting
 from zero3d.planner.timing import stage_blocks
 from zero3d.planner.workload import Course, Part, Workload
 
-Waiting = Mapping[int, Sequence[int]]
-"""Part -> bytes of gradients that wait to be collected before each rise of its backward."""
+Waiting = Mapping[int, Sequence[tuple[int, int]]]
+"""Part -> before each rise of its backward, bytes of gradients that wait to be collected, and of sums that have memory,
+of those that `Standing.resting` counts."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Standing:
     """waiting: of each action that is a turn, by its number; pools: bytes that gathers and reductions keep
+    resting: bytes of the sums of gradients that have no memory before the step's first gradients
     arrived: (stage, micro-batch) of a forward -> micro-batches whose gradients have come to the stage before it then
     """
 
@@ -34,6 +36,7 @@ class Standing:
     waiting: Mapping[int, Waiting]
     arrived: Mapping[tuple[int, int], Sequence[int]]
     pools: int
+    resting: int
 
     @property
     def places(self) -> list[Place]:
@@ -49,7 +52,8 @@ def standing_of(workload: Workload, keeping: Keeping, index: int) -> Standing:
     actions = ranks[index]
     at_stage, held = _parts(workload, _for_buckets(keeping), tuple(sorted({action.stage for action in actions})))
     kept = lasting(keeping, held)
-    reducer = PaperReducer([bucket for bucket in held.buckets if bucket.trainable], keeping, kept.away)
+    trained = [bucket for bucket in held.buckets if bucket.trainable]
+    reducer = PaperReducer(trained, keeping, kept.away, rests=forwards_pile_up(actions))
     if keeping.effective_level >= 3:
         stays = keeping.group == 1 and keeping.offload.parameters == "device"
         windows = windows_of(reducer, keeping, held, stays=stays)
@@ -67,6 +71,7 @@ def standing_of(workload: Workload, keeping: Keeping, index: int) -> Standing:
         waiting=waiting,
         arrived=_arrived(ranks, at_stage),
         pools=reducer.pool.total + reducer.axis_pool.total,
+        resting=reducer.resting,
     )
 
 
@@ -155,10 +160,10 @@ def _gradients(keeping: Keeping, place: Place) -> list[str]:
     return [_name(place, rise.gradient) if rise.gradient else "" for rise in rises]
 
 
-def _arrivals(reducer: PaperReducer, coming: Sequence[str]) -> list[int]:
+def _arrivals(reducer: PaperReducer, coming: Sequence[str]) -> list[tuple[int, int]]:
     before = []
     for name in coming:
-        before.append(reducer.waiting)
+        before.append((reducer.waiting, reducer.woken))
         if name:
             reducer.arrived(name)
     return before
