@@ -339,7 +339,7 @@ and 16.0 % in fp32.
 
 Kendall's tau of the predicted order and that of the runs' mean was 0.76 in bf16 and 0.73 in fp32. Of a single run it
 was 0.64 to 0.70, of runs on quieter days up to 0.88; two runs of this machine agree with each other as far as 0.48 in
-bf16 and 0.66 in fp32, as half of the layouts differ by less than what it drifts by.
+bf16 and 0.67 in fp32, as half of the layouts differ by less than what it drifts by.
 
 Short steps are predicted too fast where all cores compute: each call then waits for the system to make room for it.
 A step of examples/demo.toml, of 6 blocks of width 128, takes some 100 ms on these two cores, and is predicted to take

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import zero3d
 from tests.world import run_ranks
+from zero3d import census
 from zero3d.models.gpt import GPT, GPTConfig
 from zero3d.tensor.loss import next_token_loss
 
@@ -31,8 +32,7 @@ def engine_of(schedule: str, level: int) -> zero3d.Engine:
 
 
 def bytes_of_sums(engine: zero3d.Engine) -> int:
-    found = {id(one): one for kind, one in engine._parts.replica.held() if kind == "gradients"}
-    return sum({one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in found.values()}.values())
+    return census.held(engine._parts)["gradients"]
 
 
 @contextmanager
