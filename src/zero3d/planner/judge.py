@@ -144,13 +144,10 @@ def few(choice: Choice) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _actions_live(schedule: str, stages: int, ranks: int, micro_batches: int) -> list[int]:
-    return peak_live(find(schedule if stages > 1 else "accumulate").actions(stages, ranks, micro_batches))
-
-
-@lru_cache(maxsize=1024)
-def _piles_up(schedule: str, stages: int, ranks: int, micro_batches: int) -> bool:
-    return stages > 1 and forwards_pile_up(find(schedule).actions(stages, ranks, micro_batches)[0])
+def _actions_live(schedule: str, stages: int, ranks: int, micro_batches: int) -> tuple[int, bool]:
+    """Of the pipeline's first rank: the most micro-batches that are live, and whether sums of gradients rest."""
+    actions = find(schedule if stages > 1 else "accumulate").actions(stages, ranks, micro_batches)
+    return peak_live(actions)[0], forwards_pile_up(actions[0])
 
 
 def at_least(aim: Aim, choice: Choice, *, courses: bool = False) -> float:
@@ -160,17 +157,17 @@ def at_least(aim: Aim, choice: Choice, *, courses: bool = False) -> float:
     run = Run(pp=choice.pp, stages_per_rank=choice.stages_per_rank)
     keeping = choice.keeping(aim.weight, 1)
     stages = list(stage_blocks(workload, run))
-    live = _actions_live(choice.schedule, len(stages), choice.pp, few(choice))
+    live, rests = _actions_live(choice.schedule, len(stages), choice.pp, few(choice))
     mine = stages[:: choice.pp]
     block = workload.kinds[workload.order[stages[0][0]]] if stages[0] else workload.before
     if courses:
         of_block = courses_of(block, keeping)[0].net.of(choice.micro_batch)
-        activations = of_block * min(map(len, mine)) * max(live[0], 1)
+        activations = of_block * min(map(len, mine)) * max(live, 1)
     else:
         held = (block.saved if choice.recompute == "none" else block.leaving).of(choice.micro_batch)
-        activations = held * len(stages[0]) * max(live[0], 1)
-    if live[0] > 1 and _piles_up(choice.schedule, len(stages), choice.pp, few(choice)):
-        activations *= 1 - 1 / live[0]  # When the sums of gradients are all there, those of one are gone.
+        activations = held * len(stages[0]) * max(live, 1)
+    if rests:
+        activations *= 1 - 1 / live  # When the sums of gradients are all there, those of one are gone.
     if choice.recompute == "block":  # One is computed again.
         activations += block.saved.of(choice.micro_batch)
     parameters = block.numel * sum(map(len, mine))
